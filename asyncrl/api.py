@@ -102,7 +102,9 @@ class Run:
         status = self.status()
         if self._process and (message := self._process.failure()):
             raise RunError(message)
-        if not self._process and status and status.state == "failed":
+        # A supervisor that was killed has written no last state, also if a stop took too long.
+        is_lost = status and not status.is_final and not self._directory.stopping.exists()
+        if not self._process and status and (status.state == "failed" or is_lost):
             raise RunError(f"{self.directory}: {status.message or 'the run failed; see its logs'}")
         finished = status is not None and status.state == "finished"
         return Result(directory=self.directory, is_finished=finished, step=status.step if status else 0)
@@ -128,7 +130,7 @@ class Run:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return all learner metrics by step, for `pandas.DataFrame.from_dict(..., orient="index")`."""
-        return dict(read_state(self.directory).history.rows)
+        return dict(sorted(read_state(self.directory).history.rows.items()))
 
     def samples(
         self,

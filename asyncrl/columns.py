@@ -18,9 +18,8 @@ The first axis of a column says whose entries they are:
     any other name                   of the prompt: an entry of `Group.recorded`
 
 If an axis has the name of a column, that column counts the entries of each rollout, which lie one after the
-other; `kept_counts` counts those of each response token. The sizes of all other axes are the same in the
-whole group, and those behind the first axis of a recorded column are the same in the whole run
-(`GroupLimits.sizes`).
+other; `kept_counts` counts those of each response token. Other axes have the same size in the whole group;
+those behind the first axis of a recorded column, in the whole run (`GroupLimits.sizes`).
 """
 
 from collections.abc import Sequence

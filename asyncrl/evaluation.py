@@ -1,10 +1,9 @@
 """Held-out evaluation during training: the generators answer, through further lanes of the buffer.
 
 Each set of data.eval has a lane. Round r asks its first N prompts, answered by weights of version
-min(r * every, steps) or newer. Its ids are r N + 1 .. (r + 1) N, taken in strict order, so none is lost or
-counted twice. The meaning of an id depends on the rules (`Rounds`), so each combination of rules has its own
-lane. A run that is resumed with other rules begins with the next round that its version has not passed
-(`resume_ledger`).
+min(r * every, steps) or newer. Its ids are r N + 1 .. (r + 1) N, taken in strict order: none is lost or
+counted twice. An id's meaning depends on the rules (`Rounds`), so each combination of them has its own lane.
+A run resumed with other rules begins with the next round that its version has not passed (`resume_ledger`).
 """
 
 import logging

@@ -40,8 +40,7 @@ def with_cure(error: OSError, place: object) -> str:
 def replace_text(path: Path, text: str, *, durable: bool = False, private: bool = False) -> None:
     """Write a file atomically: readers see either the old content or the new.
 
-    With `durable` this holds after a loss of power too; without, the file may then be empty. With `private`
-    only the owner can ever read it.
+    A loss of power may empty the file unless `durable`. With `private` only the owner can ever read it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

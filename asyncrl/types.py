@@ -148,8 +148,7 @@ class Group:
     greedy_reward: float | None = None  # of the greedy response to the prompt, if the advantage needs it
     # The ticket failed too often, for this reason. The group has no rollouts; it is counted and not trained.
     dead_reason: str | None = None
-    # Non-decreasing from 0 without gaps: the episode of each rollout, whose reward is its episode's. None:
-    # each rollout is an episode.
+    # Non-decreasing from 0 without gaps: each rollout's episode, whose reward it has. None: an episode each.
     episode_of: NDArray[np.int32] | None = None
     # What the environment counted: an entry per episode, NaN where it has none.
     episode_metrics: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)

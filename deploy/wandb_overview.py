@@ -1,7 +1,7 @@
 """Writes an overview of runs as a W&B report: the curves of `asyncrl report`, staleness, waiting, and what
 the models write.
 
-    python deploy/wandb_overview.py ENTITY/PROJECT [--run NAME]
+    python deploy/wandb_overview.py ENTITY/PROJECT [--run NAME] [--set NAME ...]
 
 It needs `pip install 'asyncrl[wandb-report]'` and `wandb login`, and prints the report's address. Without
 `--run` it shows all runs of the project. An offline run has to be there first: `wandb sync
@@ -26,19 +26,23 @@ WAITING = (
     Curve("The last update paused its engine", ("weights/paused_s",), "s"),
 )
 SECTIONS = {"Learning": CURVES, "Staleness": STALENESS, "Who waited for whom": WAITING}
+# A named set of `data.eval` in a metric's name: one, three or more characters, or two that are not `se`.
+# Standard errors have `se` there, and a pattern that works everywhere can only leave out characters.
+SET = "(([^/]|[^/]{3,}|[^s/][^/]|[^/][^e/])/)?"
 WIDTH, HEIGHT, PAGE_WIDTH = 8, 6, 24
 """Of a chart, in W&B's units; three in a row."""
 
 
-def overview(entity: str, project: str, run: str | None) -> wr.Report:
-    """The report, not saved; `run` is a run's name: all that began under it."""
+def overview(entity: str, project: str, run: str | None, sets: Sequence[str] = ()) -> wr.Report:
+    """The report, not saved; `run` is a run's name: all that began under it. `sets` are those with names."""
     runs = wr.Runset(
         entity=entity, project=project, name=run or "runs", filters=f"Name = '{run}'" if run else ""
     )
     blocks: list[object] = []
     for title, curves in SECTIONS.items():
         blocks += [wr.H2(title), wr.PanelGrid(runsets=[runs], panels=panels(curves))]
-    tables = [wr.WeavePanelSummaryTable(table_name=f"samples/{kind}") for kind in ("train", "eval")]
+    held_out = [f"samples/eval/{name}" for name in sets] or ["samples/eval"]
+    tables = [wr.WeavePanelSummaryTable(table_name=name) for name in ("samples/train", *held_out)]
     for row, table in enumerate(tables):
         table.layout = wr.Layout(y=10 * row, w=PAGE_WIDTH, h=10)
     blocks += [wr.H2("Samples"), wr.PanelGrid(runsets=[runs], panels=tables)]
@@ -70,9 +74,10 @@ def panels(curves: Sequence[Curve]) -> list[wr.LinePlot]:
 
 def metrics(curve: Curve) -> dict[str, object]:
     """Names where they are known, else one pattern for all: W&B takes either."""
-    if not any("*" in name for name in curve.names):
+    if not any("*" in name or name.startswith("eval/") for name in curve.names):
         return {"y": list(curve.names)}
     patterns = (re.escape(name).replace(r"\*", ".*") for name in curve.names)
+    patterns = (re.sub("^eval/", f"eval/{SET}", pattern) for pattern in patterns)
     return {"metric_regex": f"^({'|'.join(patterns)})$"}
 
 
@@ -81,13 +86,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("project", help="ENTITY/PROJECT")
     parser.add_argument("--run", help="one run's name; default: all runs")
+    parser.add_argument(
+        "--set", action="append", default=[], help="a named set of data.eval, whose samples are shown; repeat"
+    )
     arguments = parser.parse_args()
     entity, _, project = arguments.project.partition("/")
     if not (entity and project):
         parser.error(
             f"found {arguments.project!r}; give the entity (user or team) and the project, as in me/asyncrl"
         )
-    report = overview(entity, project, arguments.run)
+    report = overview(entity, project, arguments.run, arguments.set)
     report.save()
     print(report.url)  # noqa: T201 - the script's output
 

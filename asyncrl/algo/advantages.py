@@ -83,7 +83,7 @@ def spo(rewards: GroupRewards, *, decay: Share = 0.9) -> Tensor:
     """R - v, whitened over the sequences; v = a / (a + b) is of the prompt's rewards in earlier batches.
 
     After a batch a <- decay a + R and b <- decay b + 1 - R: the mean of a Beta posterior that forgets. Only a
-    and a + b are kept (`batch.tracker`), so R may have any range. A batch with several answers decays once.
+    and a + b are kept (`batch.coefficients`), so R may have any range. A batch decays a row once.
 
     Args:
         decay: rho, here a constant; the paper's is 2^(-KL since the last answer / D_half), in [0.875, 0.96].
@@ -96,8 +96,7 @@ def spo(rewards: GroupRewards, *, decay: Share = 0.9) -> Tensor:
 def gpg(rewards: GroupRewards) -> Tensor:
     """a (R - mean_group), with a = sequences of the batch / sequences of groups whose rewards differ.
 
-    The factor compensates for groups without a gradient, whose rewards are all equal.
-    Source: Chu et al. 2025 (arXiv:2504.02546).
+    The factor makes up for groups without a gradient. Source: Chu et al. 2025 (arXiv:2504.02546).
     """
     centred_S = rewards.centred_S(rewards.totals_S)
     informative = (rewards.group_max_S(centred_S.abs()) > 0).sum().clamp(min=1)

@@ -24,13 +24,9 @@ class Counts:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Self:
-        """Counts of a batch whose sequences are episodes; add them up over micro-batches and ranks."""
+        """Counts of a whole step, whose sequences are episodes."""
         solved = 0 if batch.solved_T is None else int(batch.solved_T.sum())
         return cls(batch.tokens, int((batch.lengths_S > 0).sum()), solved)
-
-    def __add__(self, other: "Counts") -> "Counts":
-        sums = (self.tokens + other.tokens, self.sequences + other.sequences)
-        return Counts(*sums, self.solved + other.solved)
 
 
 def token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> Tensor:

@@ -157,9 +157,8 @@ def combined(correction: Correction, rejections: Sequence[Correction]) -> Correc
 def log_linear(behaviour_logprobs_T: Tensor, logprobs_T: Tensor, lag_T: Tensor) -> Tensor:
     """ln pi_proximal = ln mu + a (ln pi - ln mu), a = (lag - 1) / lag: needs no forward pass.
 
-    [T]: a point on the line from the behaviour policy to the current one, which is `lag` versions newer; the
-    proximal policy is one version behind the current one. A token of lag 0 or 1 keeps its behaviour
-    log-probability. Constant in the loss.
+    [T], constant in the loss: on the line from the behaviour policy to the current one, `lag` versions newer;
+    the proximal policy is a version behind that. A token of lag 0 or 1 keeps its behaviour log-probability.
 
     Args:
         lag_T: int64, version being made minus version that sampled the token.

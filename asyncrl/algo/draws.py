@@ -31,8 +31,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> float:
     """Mean, over all choices of k rollouts, of the solved share of those with the most frequent answer.
 
-    Answers that tie share the vote equally. A rollout without an answer abstains; if all abstain, the choice
-    is unsolved.
+    Ties share the vote equally. A rollout without an answer abstains; if all do, the choice is unsolved.
 
     The computation draws each rollout independently with probability k/n, on condition that k are drawn. Then
     all choices are equally likely, answers get votes independently, and vote counts add by convolution.

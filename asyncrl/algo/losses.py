@@ -130,8 +130,7 @@ def dro(batch: TokenBatch, logprobs_T: Tensor, *, beta: Positive) -> TokenLoss:
 def cfpo(batch: TokenBatch, logprobs_T: Tensor, *, epsilon: Positive = 0.2) -> TokenLoss:
     """w (|A| / (2 epsilon) (r - 1)^2 - r A): least at r = 1 + epsilon for A > 0, at 1 - epsilon for A < 0.
 
-    Where `ppo_clip` stops pushing a token, this loss pulls it back. Source: Cagatay et al. 2026
-    (arXiv:2601.22801).
+    Where `ppo_clip` stops pushing, this pulls back. Source: Cagatay et al. 2026 (arXiv:2601.22801).
     """
     ratio_T = log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
     pull_T = batch.advantages_T.abs() / (2.0 * epsilon) * (ratio_T - 1.0).square()

@@ -1,10 +1,9 @@
 """Metrics of one optimizer step: sums over micro-batches and ranks, then the published numbers.
 
-Sums are by name; names that end in `/max` or `/min` are reduced that way, all others by addition (`merge`).
-Those of a micro-batch are tensors [] on its device, so that the host need not wait for them. Ratios are raw:
-a clipped or truncated ratio would hide the tail that ends a run. Log-ratios, and the log-probabilities behind
-perplexities and `reference/nll`, are clamped to +-20, so every metric is finite unless a behaviour or
-reference log-probability is NaN.
+Names that end in `/max` or `/min` are reduced that way, all others by addition (`merge`). A micro-batch's
+sums are tensors [] on its device, so the host need not wait. Ratios are raw: clipping or truncation would
+hide the tail that ends a run. Log-ratios, and log-probabilities behind perplexities and `reference/nll`, are
+clamped to +-20, so every metric is finite unless a behaviour or reference log-probability is NaN.
 
     mismatch/*   proximal / behaviour: staleness plus the numerical difference between generator and learner
     policy/*     current / proximal: how far this update has moved

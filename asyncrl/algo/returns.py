@@ -13,8 +13,7 @@ WHITEN_EPS = 1e-8
 
 def positions_T(rewards: GroupRewards) -> Tensor:
     """int64 [T]: 0 for the first action token of each sequence."""
-    lengths_S = _lengths_S(rewards)
-    starts_S = lengths_S.cumsum(0) - lengths_S
+    starts_S = rewards.lengths_S.cumsum(0) - rewards.lengths_S
     return torch.arange(rewards.tokens, device=rewards.sequence_T.device) - starts_S[rewards.sequence_T]
 
 
@@ -57,10 +56,6 @@ def whiten(values: Tensor) -> Tensor:
     return centred * torch.rsqrt(centred.square().sum() / max(values.numel() - 1, 1) + WHITEN_EPS)
 
 
-def _lengths_S(rewards: GroupRewards) -> Tensor:
-    return torch.bincount(rewards.sequence_T, minlength=rewards.num_sequences)
-
-
 def from_end_T(rewards: GroupRewards) -> Tensor:
     """int64 [T]: 0 for the last action token of each sequence."""
-    return _lengths_S(rewards)[rewards.sequence_T] - 1 - positions_T(rewards)
+    return rewards.lengths_S[rewards.sequence_T] - 1 - positions_T(rewards)

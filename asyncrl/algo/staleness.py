@@ -7,11 +7,10 @@
 Every step trains B groups. T is the number of groups trained before the step of `version`. The ledger counts
 it; it is not computed as version * B, because a resumed run may have another B.
 
-Why no group is older than L + ceil((W - 1) / B) when it is trained: let T and R be counted when ticket `id`
-is started. By the window, at most id - 1 older groups and W - 1 younger ones are consumed before it. T + R of
-these are consumed already, so at most id - 1 - T - R + W - 1 are trained from then on and before it. Hence it
-is trained at t <= version + floor((id - 1 - T - R) / B) + ceil((W - 1) / B), and `minimum_version` is L less
-than the first two terms.
+No group is older than L + ceil((W - 1) / B) when trained: let T and R be counted when ticket `id` starts. By
+the window, at most id - 1 older and W - 1 younger groups are consumed before it. T + R of these already are,
+so at most id - 1 - T - R + W - 1 are trained from then on and before it. So it is trained at t <= version +
+floor((id - 1 - T - R) / B) + ceil((W - 1) / B), and `minimum_version` is L less than the first two terms.
 
 After a resume with another B, L or W, the new bound holds for every ticket that is started from then on (with
 the larger W, until the older tickets are consumed). Tickets started under the old credit have the old bound,

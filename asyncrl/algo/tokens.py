@@ -30,8 +30,7 @@ class TokenBatch:
     returns_T: Tensor | None = None  # float32, the critic's training targets
     solved_T: Tensor | None = None  # float32, 1 for a token of an answer to imitate, else 0
     turn_part_T: Tensor | None = None  # float32, index into `metrics.TURNS`, where episodes have turns
-    # int64 [S], number of action tokens of each sequence's episode, over all ranks and micro-batches of the
-    # step. None: each sequence is an episode.
+    # int64 [S], action tokens of each sequence's episode in the step, on all ranks. None: each has its own.
     episode_tokens_S: Tensor | None = None
     # [T, ...], what the generator recorded of each token besides: `columns.COLUMNS` has names and data types.
     recorded: Mapping[str, Tensor] = field(default_factory=dict)

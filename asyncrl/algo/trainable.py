@@ -22,8 +22,7 @@ UNTRAINABLE = "untrainable"
 MOST_NATS = 1e5
 ROUNDING_NATS = 1e-2
 MOST_VERSION = 1 << 31
-# Bounds on the number of reward parts of a rollout and of metrics of an episode, and on the length of a name
-# or an answer.
+# Bounds on a rollout's reward parts and an episode's metrics, and on the length of a name or an answer.
 MOST_PARTS, MOST_CHARACTERS = 64, 200
 NAME = f"1 to {MOST_CHARACTERS} letters, digits and `_ . / -`"
 # Upper bounds of a time of day (Unix seconds) and of a duration.

@@ -39,8 +39,7 @@ def gigpo(
 ) -> Tensor:
     """A^E + omega A^S: R among the episodes of the group, and G_k among its turns from the same state.
 
-    G_k is the sum of gamma^(j - k) r_j over the turns from k on. A turn whose state occurs in no other
-    episode, or that has no state, has A^S 0.
+    G_k is the sum of gamma^(j - k) r_j over j >= k. A^S is 0 without a state, or if no other episode has it.
 
     Args:
         norm: `none` compares with the mean over the other episodes; `std` divides the distance from the mean

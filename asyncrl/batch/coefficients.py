@@ -35,9 +35,8 @@ class Coefficients:
     @property
     def entropy(self) -> float:
         """Return the coefficient of the bonus in the loss; 0 while the entropy is above its target."""
-        if self._entropy_config.target is None:
-            return self._bonus
-        return acting_bonus(self._bonus, self._measured, target=self._entropy_config.target)
+        target = self._entropy_config.target
+        return self._bonus if target is None or self._measured <= target else 0.0
 
     def adapt(self, results: Sequence[StepResult], *, sequences: int) -> None:
         """Steer by the metrics of a step over `sequences` sequences, except by missing or infinite ones."""
@@ -92,11 +91,6 @@ def adapt_bonus(coefficient: float, entropy: float, *, target: float, step: floa
     """
     change = step if entropy < target else -step if entropy > target else 0.0
     return min(max(coefficient + change, 0.0), maximum)
-
-
-def acting_bonus(coefficient: float, entropy: float, *, target: float) -> float:
-    """The coefficient in the loss: 0 while the entropy is above its target. Source: as `adapt_bonus`."""
-    return coefficient if entropy <= target else 0.0
 
 
 class Tracker:

@@ -33,7 +33,7 @@ class Estimator:
 
     advantage: Callable[[GroupRewards], Tensor]
     max_response_tokens: int
-    parts: Sequence[str] = ()  # of the reward; a group from before a resume may lack one (0) or have others
+    parts: Sequence[str] = ()  # of the reward; a group from before a resume may lack one (NaN) or have others
     shaping: Sequence[Callable[..., float]] = ()
     penalty: Callable[[Tensor, Tensor], Tensor] | None = None  # KL estimator, if rewards pay for the KL
     targets: Callable[[GroupRewards], Tensor] | None = None  # returns for a critic

@@ -40,10 +40,7 @@ class Objective:
         entropy_coefficient: float,
         step: TokenBatch | None = None,
     ) -> LossFunction:
-        """Return the loss function of one optimizer step.
-
-        `step` has the step's tokens of all ranks, if the correction depends on them.
-        """
+        """Return an optimizer step's loss. `step` has all ranks' tokens if the correction depends on them."""
         wants_entropy, limit = registry.takes(self.policy_loss, "entropy_T"), self.max_response_tokens
 
         def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:

@@ -18,8 +18,7 @@ from asyncrl.types import Rollout, Turns
 def turn_columns(episodes: Sequence[Sequence[Rollout]], *, always: bool = False) -> dict[str, Tensor]:
     """Return the columns by name. If no rollout of the batch has turns, return them only with `always`.
 
-    The turns of an episode are in the order of time. A rollout without turns is one turn. A turn without a
-    reward has 0, and one without a state 0.
+    Turns of an episode are in order of time. A rollout without turns is one. A missing reward or state is 0.
     """
     owned = [(episode, rollout) for episode, rollouts in enumerate(episodes) for rollout in rollouts]
     if not always and all(rollout.turns is None for _, rollout in owned):

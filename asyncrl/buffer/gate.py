@@ -32,9 +32,8 @@ class Gate:
     def groups(self, buffer: LearnerBuffer, take: Take) -> list[tuple[Group, bytes]] | None:
         """Return the groups of a take with their frames, or None after a frame that cannot be decoded.
 
-        The gate rejects such a frame, and the caller takes again, which returns the rest of the take. A group
-        that cannot be trained on is returned as a dead group, whose `dead_reason` begins with its kind: dead,
-        untrainable or deadly.
+        The gate rejects such a frame; the caller takes again and gets the rest of the take. A group that
+        cannot be trained on is returned dead; its `dead_reason` begins with dead, untrainable or deadly.
         """
         groups: list[tuple[Group, bytes]] = []
         for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):

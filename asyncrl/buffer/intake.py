@@ -94,8 +94,7 @@ class Intake:
     def poll(self, version: int, *, wait_s: float) -> Collected | None:
         """Return the groups of the step that trains `version`, or None if they are incomplete after `wait_s`.
 
-        Raises RunError if nothing arrived for `stall_s`, if too many groups were rejected, or if all groups
-        that this learner has taken are dead.
+        Raises RunError if nothing came for `stall_s`, too many groups were rejected, or all taken are dead.
         """
         until_s = time.monotonic() + wait_s
         self._stall.waits_for(version)

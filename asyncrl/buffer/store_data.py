@@ -1,8 +1,7 @@
 """The data of a run's server on disk: progress of loading, and data that cannot be loaded.
 
-The run does not depend on these files, because the learner's ledger decides what the store contains. So data
-that cannot be loaded is moved aside, and the server starts empty. If the server does not start empty either,
-the data is not the cause and is moved back.
+No run depends on these files: the learner's ledger decides what the store holds. Data that cannot be loaded
+is moved aside and the server starts empty; if even that fails, the data is not the cause and is put back.
 """
 
 import logging

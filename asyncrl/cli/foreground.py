@@ -108,8 +108,7 @@ class Stopped:
 def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
     """Stop the run in order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal; once.
 
-    A Ctrl-C after that ends the run without saving. A second signal of another kind does not: shells and
-    batch systems send some twice.
+    A later Ctrl-C ends the run unsaved. Other signals do not: shells and batch systems send some twice.
     """
     stopped = Stopped()
 

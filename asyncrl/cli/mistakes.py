@@ -12,13 +12,13 @@ from asyncrl.cli.arguments import named
 from asyncrl.config.wording import did_you_mean
 from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
+from asyncrl.telemetry.text import visible_lines
 
 FAULT, MISTAKE = 1, 2  # exit statuses; `doctor` and `reward test` return FAULT too, if a check failed
 # Commands of other programs that do what one of ours does.
 ELSEWHERE = {
     "grpo": "up",
     "kill": "down",
-    "logs": "status",
     "ps": "status",
     "run": "up",
     "sft": "stage",
@@ -43,7 +43,7 @@ def explain(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, USAGE):
         text = usage_text(error, arguments)
     elif isinstance(error, AsyncRLError):
-        text = named(f"{type(error).__name__}: {error}")
+        text = visible_lines(named(f"{type(error).__name__}: {error}"))
     elif isinstance(error, OSError) and error.errno and error.errno in CURES:
         text = with_cure(error, "the system")
     elif isinstance(error, typer.Abort):

@@ -134,7 +134,7 @@ def show_environment(trial: "EnvironmentTrial") -> None:
         kind = ENVIRONMENT_KINDS[has["kind"]]
         say(f"{trial.uses}: {kind}, takes {takes}; Python {has['python']}, started in {trial.start_s:.2f} s")
     for schema in trial.schemas:
-        say(json.dumps(schema, ensure_ascii=False))
+        say(visible(json.dumps(schema, ensure_ascii=False)))
     for role, text in trial.spoken:
         say(f"{role:>11} | {visible(text)}")
     if end := trial.outcome:

@@ -5,9 +5,9 @@ command's supervisor. It is never asked for anything in a step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 from asyncrl.run.keys import JoinKeys
 
@@ -25,6 +25,12 @@ class HostPlan:
     argv: Sequence[str]  # words behind `asyncrl`; nothing secret
     gpus: int
     keys: JoinKeys | None = field(default=None, repr=False)  # handed over on standard input or by a file
+
+    def with_learner(self, learner: str) -> Self:
+        """Return the plan with the address of the learner's host in its command, also within a URL."""
+        within = f"[{learner}]" if ":" in learner else learner
+        argv = [word.replace(LEARNER_ADDRESS, within if "://" in word else learner) for word in self.argv]
+        return replace(self, argv=argv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

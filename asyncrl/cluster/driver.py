@@ -10,7 +10,7 @@ started again, while it has another one; for a host of the learner it waits `clu
 import logging
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.cluster.base import LEARNER_ADDRESS, SIGNALS, Cluster, HostPlan, HostState
@@ -156,9 +156,8 @@ class _Command:
             now_s, waits = self.hosts.now_s(), self.plan.role != "learner" and not learner
             if waits or now_s < self._begin_at_s:
                 return None
-            argv = [word.replace(LEARNER_ADDRESS, learner) for word in self.plan.argv]
             try:
-                self.hosts.cluster.start(replace(self.plan, argv=argv), self.output)
+                self.hosts.cluster.start(self.plan.with_learner(learner), self.output)
             except OSError as error:  # this is temporary, and does not count as a death
                 self._begin_at_s, name = now_s + AGAIN_S, self.plan.name
                 log.error("%s cannot be started and is tried again in %.0f s: %s", name, AGAIN_S, error)

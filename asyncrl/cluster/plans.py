@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.buffer.users import GENERATOR, with_user
@@ -96,5 +95,4 @@ def node_plan(config: Config, file: Path, environment: Mapping[str, str]) -> Hos
         )
     if number == 0:
         return learner_plans(config, file, on_gpus=False)[0]
-    plan = generators_plan(config, file, number - 1, None, on_gpus=False)
-    return replace(plan, argv=[word.replace(LEARNER_ADDRESS, nodes[0]) for word in plan.argv])
+    return generators_plan(config, file, number - 1, None, on_gpus=False).with_learner(nodes[0])

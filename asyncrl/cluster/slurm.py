@@ -204,10 +204,7 @@ class SlurmCluster:
 def _step(
     name: str, node: str, words: Sequence[str], output: IO[bytes] | int, env: dict[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Run a command, or options of srun and a command, on a node of the allocation.
-
-    srun ends with its status.
-    """
+    """Run a command (after options of srun, if any) on an allocated node. srun ends with its status."""
     where = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", "--overlap"]
     return subprocess.Popen(
         ["srun", *where, "--kill-on-bad-exit=1", "--cpu-bind=none", "--export=ALL", *words],

@@ -22,8 +22,7 @@ ASK_S, AGAIN_S = 60.0, 0.5
 COMPLETING, COMPLETING_S = "COMPLETING", 120.0
 # States of a job whose command Slurm has ended.
 LOST = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
-# Runs on all nodes of a job but its first. Everything that ends the job runs on its first node, and
-# `--no-kill` keeps a job that has lost it.
+# Runs on all nodes but the first. What ends the job runs on that; `--no-kill` keeps a job that has lost it.
 _WATCH = """\
 others=$((SLURM_JOB_NUM_NODES - 1))
 srun --overlap --no-kill --kill-on-bad-exit=0 --job-name=watch --relative=1 \\
@@ -32,8 +31,7 @@ srun --overlap --no-kill --kill-on-bad-exit=0 --job-name=watch --relative=1 \\
       scontrol requeue $SLURM_JOB_ID
   done' $SLURMD_NODENAME &
 """
-# Runs in the job of one host, and cancels it when the job of the run is queued again: the run may need the
-# node, and starts all its hosts again.
+# Cancels its host's job when the run's is queued again: that may need the node, and starts all hosts again.
 FOLLOW = """\
 while sleep 60; do
   [ "$(squeue --noheader --jobs={run} --format=%T)" = PENDING ] && scancel $SLURM_JOB_ID

@@ -19,7 +19,7 @@ from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plans, no
 from asyncrl.cluster.slurm_jobs import COMPLETING, jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
-from asyncrl.commands.up import StartedRun, require_not_up
+from asyncrl.commands.up import StartedRun, last_status, require_not_up
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -77,6 +77,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
             max_restarts=config.control.max_restarts,
             host=hosts,
         )
+        stack.enter_context(last_status(directory, may_fail))
         stack.enter_context(supervisor)
         each = config.generator.count or 1
         paths = directory.scale, directory.scaled

@@ -21,11 +21,13 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.commands.up import StartedRun, generator_maker
 from asyncrl.config.addresses import CONTROL_PORT, filled_in, insecurities
+from asyncrl.config.base import SECTIONS_ONLY
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
 from asyncrl.config.reward_section import HttpReward, Judge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig, holds_password
+from asyncrl.control.base import check_names
 from asyncrl.environments.named import ADAPTERS, TOOLS
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
@@ -48,8 +50,8 @@ class _Wish(NamedTuple):
     """Code that a config would run on this host, or a variable that it would read."""
 
     key: str  # the key of the config
-    # The argument of `--allow`: a file, a module, an environment of another library, `model:PATH`,
-    # `command:LINE`, `vllm:NAME=VALUE`, `url:ADDRESS` or `variable:NAME`.
+    # The argument of `--allow`: a file, a module, an environment of another library, `model:PATH`, with
+    # `@REVISION` if it has one, `command:LINE`, `vllm:NAME=VALUE`, `url:ADDRESS` or `variable:NAME`.
     text: str
 
 
@@ -58,11 +60,18 @@ def wishes(config: Config) -> Iterator[_Wish]:
     for key, function in config.reward_functions.items():
         yield from _reward(key, function)
     yield from _environments(config)
-    advantage = config.algorithm.advantage.name
-    if ":" in advantage:  # generators load it too, to know whether a greedy response is needed
-        yield _Wish("algorithm.advantage", advantage.rpartition(":")[0])
+    # Generators read the rows, too, and know by the advantage whether a greedy response is needed.
+    named = config.data.functions | {"algorithm.advantage": config.algorithm.advantage.name}
+    yield from (_Wish(key, name.rpartition(":")[0]) for key, name in named.items() if ":" in name)
     if config.model.trust_remote_code:
-        yield _Wish("model.trust_remote_code", f"model:{config.model.path}")
+        # Judges, and a teacher in processes of its own, are loaded with their code, too.
+        teacher = [config.reference] if config.teacher else []
+        models = [(one.path, one.revision) for one in (config.model, *teacher)]
+        models += [(one.model, None) for name, one in config.scorers.items() if name in config.judges]
+        for path, revision in dict.fromkeys(models):
+            yield _Wish("model.trust_remote_code", f"model:{path}{f'@{revision}' if revision else ''}")
+    if config.store.url and (name := config.store.password_env) != StoreConfig().password_env:
+        yield _Wish("store.password_env", f"variable:{name}")
     # Some arguments of vLLM name code or files, such as `scheduler_cls`; its next release may have others.
     for name, value in config.generator.vllm.items():
         yield _Wish(f"generator.vllm.{name}", f"vllm:{name}={json.dumps(value)}")
@@ -135,6 +144,11 @@ def joined(
     `report` gets the reason for waiting, at most `wait_s`. `check` gets the config before anything is
     started, and raises if this machine cannot run it. For `allowed` see `commands.allowance`.
     """
+    prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
+    try:
+        check_names(f"{prefix}{count - 1}")
+    except ValueError as error:
+        raise RunError(f"--name: {error}; give another --name") from error
     own = load_config(config_path) if config_path else None
     # Read once: the file may be a pipe. A failure is not kept.
     given = cache(partial(join_keys, os.environ)) if is_given(os.environ) else None
@@ -154,12 +168,14 @@ def joined(
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
+        if directory.secret_path.exists() and directory.keys().join != found.keys:
+            what = f"{directory.path} is the directory of another run, whose config would be replaced"
+            raise RunError(f"{what}; start the generators in another working directory")
         directory.create(fresh=False)
         # Generators of another command here may be reading it.
         replace_text(directory.config, dump_config(config))
     setup_logging(name or "generators", directory.logs, console=True)
     forget_secrets(os.environ)
-    prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
     with family() as members, ExitStack() as stack:
         scorers, place = list[ProcessSpec](), None
         if (needed := config.served) and not _are_here(needed, directory):
@@ -292,18 +308,19 @@ def _config_of(found: _Found, own: Config | None, allowed: Collection[str]) -> C
     Raises RunNotUp for a release or config that the learner would refuse, before a model is loaded. The store
     may still hold the record of an earlier start, which the learner replaces.
     """
-    config = own
-    if config is None and found.learners is not None:
-        config = load_config(found.learners.config)
-    if config is None:
-        config = Config.model_validate_json(found.record.config_json)
-        check_allowed(config, allowed)
     record = found.record
-    if record.release != __version__:
+    if record.release != __version__:  # first: another release may have other keys
         raise RunNotUp(
             f"run {record.name} is of asyncrl {record.release}, this is {__version__}; "
             "install the same release"
         )
+    config = own
+    if config is None and found.learners is not None:
+        config = load_config(found.learners.config)
+    if config is None:
+        # Without the rules between sections, which load an advantage before anything is allowed.
+        config = Config.model_validate_json(record.config_json, context=SECTIONS_ONLY)
+        check_allowed(config, allowed)
     if record.config_hash != config_hash(config):
         raise RunNotUp(
             f"run {record.name} has another config (hash {record.config_hash}, yours {config_hash(config)}); "

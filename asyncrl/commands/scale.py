@@ -40,8 +40,7 @@ class Scaled:
     ) -> None:
         """Start as many generators as the file at `path` says, with `each` of them in what `make` describes.
 
-        `make(index, their number, names of those that run)` raises RunError if one has no room. The file at
-        `kept` has the number for another start.
+        `make(index, number, names running)` raises RunError without room. `kept` has the next start's number.
         """
         self._supervisor, self._make, self._path, self._kept = supervisor, make, path, kept
         self._prefix, self._each = prefix, each

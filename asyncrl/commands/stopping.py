@@ -23,8 +23,10 @@ BEFORE, BETWEEN = ("start", "load the model"), ("wait_groups", "report", "checkp
 # What a stage reports before its first step, and a stage or learner behind its last one.
 AROUND = {
     "evaluate": "ending the evaluation, which changes nothing",
+    "last evaluation": "leaving the last evaluation, which the same command makes later",
     "export": "finishing the export of the model",
     "last push to the hub": "leaving the last push to the hub; the model is in its checkpoint",
+    "end": "ending the training, of which every step is saved",
 }
 
 

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.best_effort import BestEffort
@@ -42,6 +42,7 @@ from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import Saved, refuse_changes
 from asyncrl.run.starts import CODE_VARIABLE, code_of, read_starts
 from asyncrl.telemetry.logs import setup_logging
+from asyncrl.telemetry.status import read_status, write_status
 
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
 
@@ -62,14 +63,11 @@ class StartedRun:
             self._tend()
             on_tick()
 
-        leave_s = save_s = 0.0
         try:
             self.supervisor.run(tick)
         finally:
-            if self.supervisor.is_over:
-                leave_s = LEAVE_S
-            else:
-                save_s = self._announce_stop()
+            leave_s = LEAVE_S if self.supervisor.is_over else 0.0
+            save_s = 0.0 if self.supervisor.is_over else self._announce_stop()
             self.supervisor.stop(leave_s=leave_s, save_s=save_s, on_tick=on_tick)
 
 
@@ -128,10 +126,8 @@ def started(
                     scaled.tend()
             tend_processes()
 
-        def announce_stop() -> float:
-            return announce(directory, supervisor.doing, config.control.slow_s)
-
-        yield StartedRun(supervisor, how_to_join, tend, announce_stop)
+        slow_s = config.control.slow_s
+        yield StartedRun(supervisor, how_to_join, tend, lambda: announce(directory, supervisor.doing, slow_s))
 
 
 @contextmanager
@@ -157,8 +153,25 @@ def supervised(
             record(supervisor.pids())
 
     limits, most = Limits.of(control), control.max_restarts
-    with Supervisor(specs, max_restarts=most, limits=limits, on_change=record) as supervisor:
+    supervisor = Supervisor(specs, max_restarts=most, limits=limits, on_change=record)
+    with last_status(directory, may_fail), supervisor:
         yield supervisor, tend
+
+
+@contextmanager
+def last_status(directory: RunDirectory, may_fail: BestEffort) -> Iterator[None]:
+    """Let the status say how the run in the body has ended, also if its learner was killed and cannot."""
+    state, message = "stopped", "asked to stop"
+    try:
+        yield
+    except Exception as error:
+        state, message = "failed", str(error)
+        raise
+    finally:
+        with may_fail("the last status"):
+            status = read_status(directory.status)
+            if status and status.state not in ("finished", state):
+                write_status(directory.status, replace(status, state=state, message=message))
 
 
 def require_not_up(directory: RunDirectory, *, fresh: bool) -> None:
@@ -297,9 +310,8 @@ def generator_maker(
 ) -> Callable[[int, int, Collection[str]], ProcessSpec]:
     """Return a function (index, number of generators, names of those that run) -> a generator's process.
 
-    `learner` are the seats of the ranks on this machine, and `scorers` is where those of this command listen.
-    The function raises RunError for a generator that has no room on its GPUs, because a process that runs
-    keeps its share.
+    `learner` are the seats of the ranks on this machine; `scorers` is where this command's scorers listen.
+    The function raises RunError if a generator's GPUs have no room: running processes keep their shares.
     """
     gpus, seats = count_gpus(), {f"rank {rank} of the learner": seat for rank, seat in enumerate(learner)}
     ranks = tuple(seats)

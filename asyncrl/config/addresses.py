@@ -48,6 +48,7 @@ def one_interface(host: str) -> str:
 def one_address(bind: str) -> str:
     """Return `tcp://HOST:PORT`. Raises ValueError if it means every interface or has an impossible port."""
     if bind != AUTO:
+        urlsplit(bind)  # raises ValueError for brackets around no IPv6 address
         one_interface(host_of(bind))
         port = bind.rpartition(":")[2]
         if not 1 <= int(port) <= 65535:

@@ -8,6 +8,7 @@ from asyncrl.config.base import Choice, Mistake, broken
 from asyncrl.config.reward_section import TEACHER_NAME, reward_parts
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import BatchConfig, LearnerConfig
+from asyncrl.errors import ConfigError
 
 # Advantages that need at least two rollouts of a prompt.
 GROUP_ADVANTAGES = {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo"}
@@ -124,10 +125,8 @@ def _interpolation_saves_something(run: RunFields) -> Iterator[Mistake]:
         return
     for at, choice in _corrections(run).items():
         if registry.sees_step(choice):
-            text = (
-                f"{at} `{choice.name}` needs the weights of the whole step before it, but {key}: log_linear "
-            )
-            text += "gives them during the step; set recompute, or drop m2po and normalise"
+            text = f"{at} `{choice.name}` needs the weights of the whole step before it, but {key}: "
+            text += "log_linear gives them during the step; set recompute, or drop m2po and normalise"
             yield broken(f"{at}.normalise {at} {key}", text)
     if run.batch.optimizer_steps == 1:
         text = f"{key} is log_linear, but with one optimizer step per batch (batch.minibatches * epochs) the "
@@ -210,23 +209,28 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
         for unread in keys if section.target is None else ():
             if (found := getattr(section, unread)) != type(section).model_fields[unread].default:
                 at, target = f"algorithm.{name}.{unread}", f"algorithm.{name}.target"
-                text = (
-                    f"{at} is {found:g}, but without {target} the coefficient stays as it is; set {target}, "
-                )
-                yield broken(f"{at} {target}", f"{text}or drop it")
+                text = f"{at} is {found:g}, but without {target} the coefficient stays as it is; set "
+                yield broken(f"{at} {target}", f"{text}{target}, or drop it")
     if entropy.target is not None and not 0 <= entropy.coefficient <= entropy.maximum:
         text = f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive "
         text += f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed "
         yield broken(f"algorithm.entropy.coefficient {largest} algorithm.entropy.target", f"{text}one")
 
 
+def _needed(run: RunFields, *reasons: object) -> tuple[frozenset[str], list[Mistake]]:
+    """Return what the advantage needs; a user's function is loaded for a reason only, and may not load."""
+    try:
+        is_read = any(reasons) or not _is_own(run.algorithm.advantage)
+        return registry.needs("advantage", run.algorithm.advantage.name) if is_read else frozenset(), []
+    except ConfigError as error:
+        return frozenset(), [broken("algorithm.advantage.name", str(error))]
+
+
 def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
     advantage, key, lora = run.algorithm.advantage, "algorithm.advantage", run.model.lora
-    is_own = _is_own(advantage)
-    # A user's function is loaded only where that is needed.
-    has_critic = (lora is not None or not is_own) and "values_T" in registry.needs(
-        "advantage", advantage.name
-    )
+    needed, wrong = _needed(run, lora is not None)
+    yield from wrong
+    is_own, has_critic = _is_own(advantage), "values_T" in needed
     if lora is not None and has_critic:
         text = f"{key} is {advantage.name}, whose critic would train all its weights beside model.lora"
         yield broken(f"{key} model.lora", f"{text}; choose one without, such as rloo")
@@ -274,10 +278,8 @@ def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
         at, buffer = f"algorithm.shaping.{index}.buffer_tokens", choice.params.get("buffer_tokens")
         if choice.name == "soft_overlong" and isinstance(buffer, int) and buffer >= limit:
             text = f"{at} is {buffer}, not below sampling.max_response_tokens ({limit}): every answer would "
-            text += (
-                f"be punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the limit"
-            )
-            yield broken(f"{at} sampling.max_response_tokens", text)
+            text += f"be punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the "
+            yield broken(f"{at} sampling.max_response_tokens", f"{text}limit")
     # GDPO normalises each part of the reward as it was scored, so changes to the sum do not reach it.
     if algorithm.advantage.name != "gdpo":
         return
@@ -293,16 +295,13 @@ def _rows_are_tracked(run: RunFields) -> Iterator[Mistake]:
     """A baseline of earlier batches needs every reward of a row, and on every rank the row of a ticket."""
     name, key, floor = run.algorithm.advantage.name, "algorithm.advantage", run.data.curriculum.floor
     filters = ", ".join(one.name for one in run.algorithm.filters if not _is_own(one))
+    needed, wrong = _needed(run, filters, floor)
+    yield from wrong
     for found, at, why in (
         (filters, "algorithm.filters", "learns from equal rewards too, and its baseline from all"),
-        (
-            floor,
-            "data.curriculum.floor",
-            "needs the row of a ticket, and not every rank follows a curriculum",
-        ),
+        (floor, "data.curriculum.floor", "needs the row of a ticket, and some ranks follow no curriculum"),
     ):
-        # A user's function is loaded only where that is needed.
-        if found and registry.EXPECTED in registry.needs("advantage", name):
+        if found and registry.EXPECTED in needed:
             yield broken(f"{at} {key}", f"{at} is {found}, but advantage `{name}` {why}; drop {at}")
 
 

@@ -196,7 +196,7 @@ class _Build:
             if node.tag == "tag:yaml.org,2002:float" and "." not in node.value.lower().lstrip("+-")[:1]:
                 return float(node.value)
             return self._construct.construct_object(node)
-        except (yaml.YAMLError, ValueError):
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError):
             text = f"found the tag {node.tag}; allowed are plain values; remove the tag"
             self.problems.append(Problem(place, keys, text))
             return None
@@ -248,8 +248,7 @@ def _merge_item(model: type[Part], base: Node, over: Node, keys: Keys) -> Node:
 def override(model: type[Part], text: str) -> Node:
     """Return the document for `key.path=value`. A number in the path selects an item of a list.
 
-    Raises:
-        ConfigError: the text does not have that form, or the value is not YAML.
+    Raises ConfigError if the text does not have that form, or the value is not YAML.
     """
     place = f"override `{text}`"
     path, equals, value = text.partition("=")
@@ -290,10 +289,7 @@ def read(model: type[Part], path: Path) -> tuple[Node, list[Problem]]:
     """Read a file and merge it onto the files that its key `extends` names.
 
     `extends` is a path or a list of paths, relative to the file. If no such file exists, `configs/NAME.yaml`
-    means the shipped one.
-
-    Raises:
-        ConfigError: a file cannot be read, is not YAML, or extends itself.
+    means the shipped one. Raises ConfigError if a file cannot be read, is not YAML, or extends itself.
     """
     if path.parts[:1] == ("configs",):
         path = _base(Path(), str(path))

@@ -59,10 +59,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def load(model: type[R], path: Path, overrides: Sequence[str] = ()) -> R:
     """Load a YAML file and apply `key.path=value` overrides; a later override wins.
 
-    `document.read` describes `extends`, and `document.override` the form of an override.
-
-    Raises:
-        ConfigError: its text lists every problem as `file:line  key.path: found; allowed; what to do`.
+    `document.read` describes `extends`, and `document.override` the form of an override. Raises ConfigError,
+    whose text lists every problem as `file:line  key.path: found; allowed; what to do`.
     """
     return checked(read_draft(model, path, overrides))
 
@@ -182,10 +180,7 @@ def _told_once(problems: Sequence[Problem]) -> Iterator[Problem]:
 
 
 def _written(detail: Any, values: Any) -> Keys:
-    """Return where an error of pydantic is in `values`, without its names for the members of a union.
-
-    A key that is missing comes last.
-    """
+    """Return where in `values` an error is, without pydantic's names of unions. A missing key comes last."""
     keys, last = list[str | int](), detail["loc"][-1:] if detail["type"] == "missing" else ()
     for key in detail["loc"]:
         if isinstance(values, dict | list):
@@ -219,6 +214,10 @@ def _problems_of(model: type[Root], detail: Any, root: Node) -> list[Problem]:
             ]
         case "missing" if keys[:-1] and root.nearest(keys[:-1]).plain() is None:
             return []  # The section itself is reported.
+        case "missing" if isinstance(keys[-1], int):
+            keys, found = keys[:-1], root.nearest(keys[:-1]).plain()
+            text = f"found {shown(found)}; allowed is {describe(schema_at(model, keys))}; correct the value"
+            return [Problem(place, keys, text, replaced=True)]
         case "missing":
             description = str(schema.get("description", "")).partition(". ")[0].rstrip(".")
             needed = description or describe(schema) or "a value"

@@ -1,9 +1,8 @@
 """The functions that an algorithm may be composed of: their names and their parameters.
 
 A choice is a registered name, `package.module:function`, or `path.py:function`. Its keyword-only parameters
-are the keys that a config may set for it, so a default or a bound is stated once, in the signature. Checking
-a config must stay fast: a registered function's signature is read without importing torch. A user's function
-is checked when it is loaded.
+are the keys that a config may set for it, so a default or a bound is stated once, in the signature. Checks
+must stay fast: registered signatures are read without importing torch, users' functions checked when loaded.
 """
 
 import ast
@@ -218,8 +217,7 @@ def complaint(model: type[BaseModel], key: str, found: str, value: Any) -> str:
 def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function with its parameters bound, to be called with the positional arguments of its kind.
 
-    Raises:
-        ConfigError: see `mistakes`; also if a user's function cannot be loaded, or called as its kind is.
+    Raises ConfigError: see `mistakes`; also if a user's function cannot be loaded, or called as its kind is.
     """
     if texts := [mistake.text for mistake in mistakes(kind, name, params)]:
         raise ConfigError("\n".join(texts))

@@ -68,6 +68,9 @@ def _listeners_differ(run: RunFields) -> Iterator[Mistake]:
         store = filled_in(store, host_of(control), STORE_PORT)
         control = filled_in(control, host, CONTROL_PORT)
     meeting = beside(control) if control and run.cluster.learner_hosts > 1 else None
+    if meeting and int(meeting.rpartition(":")[2]) > LAST_PORT:
+        text = f"control.bind is {control}, and hosts of the learner meet at the next port; choose one below"
+        yield broken("control.bind cluster.learner_hosts", f"{text} {LAST_PORT}")
     if store is not None and store in (control, meeting):
         where = "control.bind is the same" if store == control else "hosts of the learner meet there"
         yield broken("store.bind control.bind", f"store.bind is {store}, but {where}; set another port")

@@ -123,11 +123,10 @@ class Config(RunFields):
     def window_groups(self) -> int:
         """W of the anchored window: set, or 0.3 (L + 1) B rounded down to a multiple of S shards, at least S.
 
-        At L = 0 the default is S: if a group could be overtaken, it might be left for the next step, and
-        training would not be on-policy.
+        At L = 0 the default is S: an overtaken group might wait for the next step, where it is off-policy.
         """
         shards, lag = self.store.shards, self.staleness.max_lag
-        default = int(0.3 * (lag + 1) * self.batch.groups) // shards * shards if lag else 0
+        default = 3 * (lag + 1) * self.batch.groups // 10 // shards * shards if lag else 0
         return self.staleness.window_groups or max(shards, default)
 
     @property
@@ -194,6 +193,6 @@ def _own_key(place: str, task: DataSource | EvalSet, key: str) -> str:
         return f"{place}.reward"
     if section == "environment" and task.environment is not None:
         return f"{place}.{key}"
-    if section == "eval" and getattr(task, "limit" if name == "prompts" else name, None) is not None:
+    if section == "eval" and getattr(task, name, None) is not None:
         return f"{place}.{name}"
     return key

@@ -305,8 +305,8 @@ class ControlConfig(Part):
         ]
         | None
     ) = None
-    """Address for other hosts, as `store.bind`; `auto` alone has port 16380. Weights come from the port two
-    further on."""
+    """Address for other hosts, as `store.bind`; `auto` alone has port 16380. Weights come from any free port
+    of it."""
     heartbeat_s: Positive = 1.0
     """Interval of a generator's heartbeats."""
     timeout_s: Positive = 15.0

@@ -61,8 +61,7 @@ _HALVES = ("float16", "bfloat16")
 
 
 def quantisation(generator: GeneratorConfig, dtype: str) -> str:
-    """The settings that make the engine compute with fewer bits than a learner in `dtype`, as text; empty
-    without."""
+    """Return as text the settings that give the engine fewer bits than a learner in `dtype`, if any."""
     settings = generator.vllm
     found = {name: settings.get(name) for name in ("quantization", "kv_cache_dtype")}
     if found["kv_cache_dtype"] in (None, "auto", dtype, *(_HALVES if dtype in _HALVES else ())):
@@ -71,8 +70,7 @@ def quantisation(generator: GeneratorConfig, dtype: str) -> str:
 
 
 def engine_takes_the_settings(run: RunFields) -> Iterator[Mistake]:
-    """A rule: unknown names are found where vLLM is installed, and what only vLLM can do is not asked of
-    another engine."""
+    """A rule: find unknown names where vLLM is installed, and what another engine than vLLM cannot do."""
     generator = run.generator
     known = known_settings() if generator.vllm else None
     lists, kind = "docs.vllm.ai lists them (engine arguments)", "argument of the installed vLLM"

@@ -17,7 +17,7 @@ _LONGEST_TEXT, _MOST_ENTRIES = 300, 64
 STATES = ("starting", "sampling", "waiting_tickets", "waiting_weights", "updating", "dirty", "leaving")
 
 
-def _check_names(*names: str) -> None:
+def check_names(*names: str) -> None:
     """Raise ValueError for a name that cannot be used in leases, logs, file names and screens."""
     for name in names:
         if not _NAME.fullmatch(name):
@@ -58,7 +58,7 @@ class Hello:
     code: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_names(self.generator_id, self.incarnation)
+        check_names(self.generator_id, self.incarnation)
         _check_texts(self.release, self.config_hash, self.host, self.host_digest, self.rows, *self.transports)
         _check_texts(*self.code)
         if not 1 <= self.tensor_parallel <= 1024 or len(self.transports) > _MOST_ENTRIES:
@@ -80,7 +80,7 @@ class Heartbeat:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_names(self.generator_id, self.incarnation)
+        check_names(self.generator_id, self.incarnation)
         if self.state not in STATES:
             raise ValueError(f"the state is {self.state[:40]!r}; known are {', '.join(STATES)}")
         if len(self.metrics) > _MOST_ENTRIES:
@@ -96,7 +96,7 @@ class Leave:
     incarnation: str
 
     def __post_init__(self) -> None:
-        _check_names(self.generator_id, self.incarnation)
+        check_names(self.generator_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

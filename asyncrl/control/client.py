@@ -86,7 +86,8 @@ class ControlClient:
         self._task = asyncio.create_task(self._serve(), name="asyncrl-control")
         self._task.add_done_callback(lambda _: self._arrived.set())
         try:
-            return await asyncio.wait_for(asyncio.shield(self._answer), self._join_s)
+            async with asyncio.timeout(self._join_s):  # `wait_for` of Python 3.11 forgets a cancellation
+                return await asyncio.shield(self._answer)
         except (TimeoutError, ControlError) as error:
             await self.leave()
             if isinstance(error, ControlError):
@@ -169,7 +170,8 @@ class ControlClient:
         endpoint = ""
         if self._find_learner is not None:
             with contextlib.suppress(TimeoutError):
-                endpoint = await asyncio.wait_for(self._find_learner(), self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):
+                    endpoint = await self._find_learner()
         if endpoint not in ("", self.endpoint):
             log.warning("the learner has moved from %s to %s", self.endpoint, endpoint)
             self.endpoint = endpoint

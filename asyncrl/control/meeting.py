@@ -111,6 +111,7 @@ class LeadHost:
         """Listen. Raises ControlError if that is not possible."""
         self._terms, self._hosts = terms, dict[int, _Host]()
         self._has_met, self._over, self._status = False, "", OVER
+        self._said: Message = Beat()  # to all hosts, and again whenever they speak
         self._attention, self._rejections = Attention(), Rejections()
         self._context: zmq.Context[Any] = zmq.Context()
         try:
@@ -122,9 +123,9 @@ class LeadHost:
     def meet(self) -> int:
         """Wait until all hosts are there, and let all begin. Raises RunError after `pending_s`."""
         begin("wait for the learner's other hosts")
-        begun_s, endpoint = time.monotonic(), self._terms.endpoint
+        begun_s, endpoint = self._attention.look(), self._terms.endpoint
         while missing := [f"learner-{n}" for n in range(1, self._terms.hosts) if n not in self._hosts]:
-            if time.monotonic() > begun_s + self._terms.pending_s:
+            if self._attention.look() > begun_s + self._terms.pending_s:
                 raise RunError(
                     f"{', '.join(missing)} did not come to {endpoint} within {self._terms.pending_s:g} s; "
                     "see RUN/logs, check that it reaches that address, or raise cluster.pending_s"
@@ -134,9 +135,9 @@ class LeadHost:
             self._read()
             self._hosts = {n: host for n, host in self._hosts.items() if not self._is_silent(host)}
         port = free_port(host_of(endpoint))
+        self._has_met, self._said = True, Meeting(port)
         for host in self._hosts.values():
-            self._send(host.peer, Meeting(port))
-        self._has_met = True
+            self._send(host.peer, self._said)
         return port
 
     def look(self) -> int | None:
@@ -174,7 +175,7 @@ class LeadHost:
         match message:
             case Beat() | Arrival() if host is not None:
                 host.heard_s = self._attention.look()
-                self._send(peer, Beat())
+                self._send(peer, self._said)  # a connection that broke may have lost it
             case Arrival(host=number):
                 if refused := self._unfit(message):
                     log.warning("a host was refused: %s", refused)
@@ -223,8 +224,9 @@ class LeadHost:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._said = Ended(self._status)
         for host in self._hosts.values():
-            self._send(host.peer, Ended(self._status))
+            self._send(host.peer, self._said)
         # A connection that is closed while its other end sends loses what has not been read there.
         until_s = time.monotonic() + _FAREWELL_S
         while time.monotonic() < until_s and not all(

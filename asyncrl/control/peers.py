@@ -1,8 +1,7 @@
 """The connections of the members, and the limits on their messages.
 
 A generator draws its connection's identity at random and sends it to the learner only. Names of members are
-not secret (leases carry them), so a member's messages are accepted only over the connection on which it
-joined.
+in leases and not secret, so a member's messages are accepted only over the connection it joined on.
 """
 
 from dataclasses import dataclass

@@ -24,8 +24,7 @@ from asyncrl.rewards.base import Question, RewardInput, Unanswered, number
 
 log = logging.getLogger(__name__)
 MAX_CALL_BYTES = 1 << 24
-# Seconds for a scorer to load its model, and seconds after which a call is repeated that got no number, or no
-# words of a judge.
+# Seconds for loading a scorer's model, and until a call without a number, or a judge's words, is repeated.
 START_S = 900.0
 ANSWER_S = 5.0
 WORDS_S = 30.0

@@ -99,8 +99,7 @@ class UpdateSchedule:
     newest: int = _UNKNOWN
     updates: int = 0
     failed: int = 0
-    # `PROBE_FIELDS` of the newest report after a probe, applied or refused; `UPDATE_FIELDS` of the newest
-    # applied one.
+    # `PROBE_FIELDS` of the newest probed report, even if refused; `UPDATE_FIELDS` of the newest applied one.
     measured: dict[str, float] = field(default_factory=dict)
     members: dict[str, _Member] = field(default_factory=dict)
 
@@ -167,7 +166,7 @@ class UpdateSchedule:
         failed = 0 if self.updates else min((member.failures for member in members), default=0)
         if refused < MOST_REFUSALS and failed < MOST_FAILURES:
             return None
-        times, reason = (refused or failed), members[0].reason
+        times, reason = max(refused, failed), members[0].reason
         return f"every generator refused {times} updates in a row, so none can sample: {reason}"
 
     def tick(self, now_s: float) -> list[Action]:

@@ -83,7 +83,7 @@ class ControlHub:
         self._membership = Membership(run, timeout_s=config.timeout_s, challenge_s=3 * config.heartbeat_s)
         self._schedule = UpdateSchedule(transport, deadline_s, one_host=publisher.one_host)
         self._peers = Peers(heartbeat_s=config.heartbeat_s)
-        self._attention = Attention(lambda: time.monotonic())
+        self._attention = Attention()
         self._greeted: dict[str, Hello] = {}
         self._encoded: dict[str, tuple[FromLearner, bytes]] = {}  # the last order, by transport
         # Checks of the deadlines, ten to twenty a second. If the number does not grow, the thread hangs.

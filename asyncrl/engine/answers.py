@@ -1,7 +1,6 @@
 """Reads the answer that an agent gets from sampled ids: text, reasoning and tool calls.
 
-Parsing shapes what the agent reads, never the ids that are trained. A call that cannot be parsed stays in the
-text, and is counted.
+Parsing shapes what the agent reads, not trained ids. An unparsable call stays in the text and is counted.
 """
 
 import json
@@ -64,10 +63,7 @@ class AnswerReader:
             )
 
     def read(self, prompt_ids: Sequence[int], rollout: Rollout, tools: Sequence[Message] = ()) -> Answer:
-        """Return the answer; without `tools` a call in it is text.
-
-        Raises ConfigError if there are tools and nothing parses calls.
-        """
+        """Return the answer; without `tools` a call is text. Raises ConfigError if tools have no parser."""
         if tools:
             self._require_calls()
         ids = without_stop(self._renderer, rollout.response_ids.tolist())
@@ -96,7 +92,7 @@ class AnswerReader:
         parsed = Parsed(text)
         if self._parse is not None:
             # What is not a call, although it begins like one, is read as it is.
-            with suppress(ValueError, KeyError, TypeError, RuntimeError):
+            with suppress(Exception):
                 parsed = self._parse(text, ids, prompt_ids, tools)
         parsed = parsed if tools or not parsed.calls else Parsed(text)
         return parsed._replace(reasoning=parsed.reasoning or reasoning)
@@ -126,13 +122,13 @@ def _by_template(
 
 
 def _arguments(value: Any) -> Mapping[str, Any] | str:
-    if isinstance(value, str):
-        try:
-            read = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        return read if isinstance(read, dict) else value
-    return value if isinstance(value, dict) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value)
+    with suppress(ValueError, RecursionError):
+        read = json.loads(text)
+        # Python reads NaN and 1e999, but strict clients refuse an answer with what it writes for them.
+        json.dumps(read, allow_nan=False)
+        return read if isinstance(read, dict) else text
+    return text
 
 
 def _opener(renderer: TemplateRenderer) -> str:

@@ -28,8 +28,7 @@ from asyncrl.types import Group, Prompt, Rollout, Turns
 
 log = logging.getLogger(__name__)
 
-# Limit for an environment to end a killed episode, and a multiple of `step_s` in which it may end one that is
-# out of time by itself and score it.
+# Limit for ending a killed episode; multiple of `step_s` for an environment to end and score a late episode.
 END_S, LAST_STEPS = 10.0, 3
 
 

@@ -21,9 +21,8 @@ async def open_engine(
 
     Must not run in a thread of its own: the kernel kills vLLM's processes when that thread ends.
 
-    Raises:
-        ConfigError: the engine does not know the type or value of a setting, such as one of `generator.vllm`.
-        EngineError: the engine did not start.
+    Raises ConfigError if the engine does not know the type or value of a setting, such as one of
+    `generator.vllm`; EngineError if it did not start.
     """
     if generator.engine == "transformers":
         from asyncrl.engine.transformers import TransformersEngine

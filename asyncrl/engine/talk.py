@@ -150,7 +150,9 @@ class SessionTalk:
             if room <= left - self._reserved or not self._reserved:
                 return room
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), budget.ends_at_s - time.monotonic())
+                # `wait_for` of Python 3.11 forgets a cancellation that comes with a turn's end.
+                async with asyncio.timeout(budget.ends_at_s - time.monotonic()):
+                    await self._changed.wait()
 
     def _require_turn(self, request: Request) -> None:
         """Raise BudgetSpent if no turn may begin."""

@@ -321,7 +321,8 @@ class TransformersEngine:
         where = f"weights of version {order.version} over {order.transport}"
         loaded = asyncio.wrap_future(self._loading.submit(self._load, order))
         try:
-            await asyncio.wait_for(loaded, order.deadline_s)
+            async with asyncio.timeout(order.deadline_s):  # `wait_for` of Python 3.11 forgets a cancellation
+                await loaded
         except TimeoutError as error:
             late = f"{where}: not loaded within {order.deadline_s:g} s"
             raise TransferError(f"{late}; they are incomplete, send them again") from error

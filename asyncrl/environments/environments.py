@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 QUEUE_S = 0.002
 # Most calls in a worker; quick ones travel together, which makes them several times cheaper.
 MOST_CALLS = 64
+# Pause before a lost worker is replaced: on a full disk each one dies at its start.
+REPLACE_S = 0.1
 
 
 class ToolPool:
@@ -106,6 +108,7 @@ class ToolPool:
 
     async def _add_again(self) -> None:
         try:
+            await asyncio.sleep(REPLACE_S)
             await self._add()
         except (CodeChanged, EnvironmentFault) as fault:
             log.warning("a worker for tools did not start: %s", fault)

@@ -1,7 +1,6 @@
 """Starts, watches and ends the processes of an environment; `episode_worker` is their program.
 
-A process that hangs, or says what it should not, is killed with its process group. The fork server is started
-again when it is gone.
+A process that hangs or breaks the protocol is killed with its process group. A lost fork server starts again.
 """
 
 import asyncio
@@ -43,8 +42,7 @@ AGAIN_S = 1.0
 END_S = 5.0
 # Libraries start no threads when they are imported, because a process with threads cannot fork safely.
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "RAYON")}
-# Sets have the same order in every process, so that episodes with one seed are equal: not only those that one
-# fork server has forked.
+# Sets have the same order in all processes, of all fork servers, so that episodes with one seed are equal.
 ONE_HASH = {"PYTHONHASHSEED": "0"}
 # RLIMIT_*, soft and hard.
 LIMITS = {"CORE": 0, "NOFILE": 1024}

@@ -7,8 +7,7 @@ from asyncrl.errors import MissingLibrary
 from asyncrl.plugins import load
 from asyncrl.sandbox.box import python_result
 
-# Libraries with an adapter, a module of this name in `adapters` with `environment(name)`, and the package
-# that has the library.
+# Libraries with an adapter (module of this name in `adapters` with `environment(name)`), and their packages.
 ADAPTERS = {
     "gem": "gem-llm", "gymnasium": "gymnasium", "mcp": "mcp", "openenv": "websockets",
     "reasoning_gym": "reasoning-gym", "textarena": "textarena", "verifiers": "verifiers",

@@ -139,12 +139,14 @@ class RolloutHost:
     async def _play(self, number: int, start: Mapping[str, Any]) -> None:
         session = Session(self, number, seed=start["seed"], episode=start["place"])
         try:
-            value = await self._rollout(session, **start["columns"])
-            self.tell({"episode": number, "value": value, "metrics": dict(session.metrics)})
+            try:
+                end = {"value": await self._rollout(session, **start["columns"])}
+            except BaseException as error:
+                if not (spent := _spent(error)):
+                    raise
+                end = {"spent": spent}
+            self.tell({"episode": number, **end, "metrics": dict(session.metrics)})
         except BaseException as error:  # noqa: BLE001 - reported to the parent
-            if spent := _spent(error):
-                self.tell({"episode": number, "spent": spent, "metrics": dict(session.metrics)})
-            else:
-                self.tell({"episode": number} | described(error))
+            self.tell({"episode": number} | described(error))
         finally:
             del self._episodes[number]

@@ -1,7 +1,6 @@
 """Free-form episodes: user code talks to the model as it likes, many episodes on one loop of one process.
 
-A loop that hangs stops all its episodes, so a process whose loop does not answer is killed, and its episodes
-are faults.
+A hung loop stops its episodes. A process whose loop does not answer is killed, and its episodes are faults.
 """
 
 import asyncio

@@ -44,10 +44,11 @@ class Toolbox:
         for name in parameters.get("required", ()):
             if name not in call.arguments:
                 return f"{call.name} needs the argument {name}"
+        others = parameters.get("additionalProperties", False)
         for name, value in call.arguments.items():
-            if name not in properties and not parameters.get("additionalProperties"):
+            if name not in properties and others is False:
                 return f"{call.name} has no argument {name}; it has {', '.join(properties) or 'none'}"
-            if wrong := _wrong(value, properties.get(name, {})):
+            if wrong := _wrong(value, properties.get(name, others)):
                 return f"{name} must be {wrong}, got {json.dumps(value)[:80]}"
         return ""
 

@@ -58,10 +58,7 @@ def child_environment(
 def role_environment(
     also: Iterable[str], run_directory: Path, *, threads: int, gpus: Sequence[int], on_cpu: bool
 ) -> dict[str, str]:
-    """Return the environment of a role: the variables of `EVERY_PROCESS` and of the patterns `also`.
-
-    Without `gpus` it sees all of ours.
-    """
+    """Return a role's variables: `EVERY_PROCESS`, and patterns `also`. Without `gpus` it sees all of ours."""
     # DeepSpeed takes a GPU where there is one.
     accelerator = {"DS_ACCELERATOR": "cpu"} if on_cpu else {}
     defaults = BY_BUS | (ON_CPU if on_cpu else {})

@@ -41,8 +41,7 @@ def count_together() -> int:
 def visible_names(variable: str | None) -> list[str] | None:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it; None if it is not set.
 
-    The list ends at the first name that no GPU can have, such as -1. With a name that occurs twice CUDA shows
-    none.
+    The list ends at the first name that no GPU can have, such as -1. With a name given twice CUDA shows none.
     """
     if variable is None:
         return None

@@ -15,8 +15,7 @@ from asyncrl.config.schema import Config
 CPU_GENERATORS = 2
 # Shares of a GPU's memory that its generators divide: without and with the learner on that GPU.
 GENERATORS_SHARE, BESIDE_LEARNER_SHARE = 0.85, 0.4
-# What stays free on a GPU that is shared with the learner: vLLM starts only if its whole share is free beside
-# its CUDA context, which takes half a GiB.
+# Left free on the learner's GPU: vLLM needs its whole share free next to its CUDA context, of half a GiB.
 MARGIN = 0.03
 # By how much a sum of shares that make up a whole GPU may exceed 1.
 ROUNDING = 1e-9
@@ -174,10 +173,7 @@ def idle_gpus(placement: Placement, gpus: int) -> tuple[int, ...]:
 def misplaced(
     config: Config, gpus: int, *, generators: bool = True, instances: bool = False
 ) -> Iterator[Mistake]:
-    """Find what this host's GPUs rule out; without `generators`, these are on other hosts.
-
-    With `instances`, the GPUs are instances of MIG.
-    """
+    """Find what our GPUs, or MIG `instances`, rule out; without `generators`, these are on other hosts."""
     if config.learner.device == "cpu" or not gpus:
         return
     shown = _shown(gpus)

@@ -34,7 +34,8 @@ class Pace(IntEnum):
 
     NORMAL = 0
     SLOW = 1  # it loads a model, writes a checkpoint, or runs a user's code
-    QUICK = 2  # it only waits, and reports every second
+    OVER = 2  # its work is done: it waits for the end of others, or has ended
+    QUICK = 3  # it only waits, and reports every second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,7 @@ class Limits:
 
     def at(self, pace: Pace) -> float:
         """Return the limit for one pace."""
-        quick_s = min(_QUICK_S, self.hang_s)
-        return {Pace.NORMAL: self.hang_s, Pace.SLOW: self.slow_s, Pace.QUICK: quick_s}[pace]
+        return (self.hang_s, self.slow_s, float("inf"), min(_QUICK_S, self.hang_s))[pace]
 
 
 UNLIMITED = Limits(hang_s=float("inf"), slow_s=float("inf"))
@@ -130,17 +130,18 @@ class Watch:
 class Attention:
     """A clock that stops while its owner is stopped: silence during that time does not count."""
 
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = lambda: time.monotonic()
     now_s: float = 0.0
+    longest_s: float = 1.0  # from one look to the next while the owner runs
     _looked_at_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._looked_at_s = self.clock()
 
     def look(self) -> float:
-        """Return the time, which advances at most by a second between two looks."""
+        """Return the time, which advances at most by `longest_s` between two looks."""
         before_s, self._looked_at_s = self._looked_at_s, self.clock()
-        self.now_s += min(self._looked_at_s - before_s, 1.0)
+        self.now_s += min(self._looked_at_s - before_s, self.longest_s)
         return self.now_s
 
 

@@ -67,18 +67,10 @@ def workers_of(here: range) -> list[str]:
     return ["the process that starts the ranks", *(f"rank {rank}" for rank in here)]
 
 
-def nobody_else() -> int | None:
-    """Return what `wait_for_ranks` asks of other hosts, without any."""
-    return None
-
-
 def start_ranks(
     command: Sequence[str], here: range, *, ranks: int, address: str, environment: Mapping[str, str]
 ) -> list["subprocess.Popen[bytes]"]:
-    """Start `command` for each rank of `here`, of `ranks` in all. Each waits for `begin`.
-
-    `address` is that of rank 0's host.
-    """
+    """Start `command` for ranks `here` of `ranks`; each waits for `begin`. `address`: host of rank 0."""
     board = progress.inherited()
     return [
         subprocess.Popen(
@@ -113,7 +105,7 @@ def begin(processes: Sequence["subprocess.Popen[bytes]"], port: int) -> None:
 
 
 def wait_for_ranks(
-    processes: Sequence["subprocess.Popen[bytes]"], look: Callable[[], int | None] = nobody_else
+    processes: Sequence["subprocess.Popen[bytes]"], look: Callable[[], int | None] = lambda: None
 ) -> int:
     """Wait until all have ended or one has failed; return the status of the first that failed, else 0.
 
@@ -140,7 +132,7 @@ def wait_for_ranks(
 
 
 def leave(
-    processes: Sequence["subprocess.Popen[bytes]"], look: Callable[[], int | None] = nobody_else
+    processes: Sequence["subprocess.Popen[bytes]"], look: Callable[[], int | None] = lambda: None
 ) -> None:
     """Ask all ranks to finish their step, save and leave. The supervisor limits the time of that."""
     for process in processes:

@@ -147,8 +147,7 @@ def peers_in(environment: Mapping[str, str]) -> list[str]:
 def with_addresses(config: Config, peers: Sequence[str]) -> Config:
     """Return the config with our address in place of `auto`: of the route to `peers`, or the default route.
 
-    Raises RunError if there is no such route, or more than one such address, or if this host cannot listen at
-    an address that is named.
+    Raises RunError without such a route, with several addresses, or if we cannot listen at a named address.
     """
     ports, asking = {"control": CONTROL_PORT, "store": STORE_PORT}, dict[str, str]()
     for name, port in ports.items():

@@ -139,9 +139,9 @@ class Supervisor:
 
     @property
     def doing(self) -> str | None:
-        """What the process that ends the run reported last; None if it does not run."""
+        """What the process that ends the run, of ranks the first, reported last; None if it does not run."""
         lead = next((child.running for child in self._children.values() if child.spec.ends_run), None)
-        return list(lead.process.signs().values())[-1].doing if lead else None
+        return list(lead.process.signs().values())[:2][-1].doing if lead else None
 
     def stop(
         self, *, leave_s: float = 0.0, save_s: float = 0.0, on_tick: Callable[[], None] = lambda: None

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from select import select
+from select import POLLIN, poll
 from typing import IO, Any
 
 import msgpack
@@ -53,7 +53,8 @@ def receive(stream: IO[bytes]) -> bytes:
 
 def ending(status: int) -> str:
     """Describe how a process with this exit status ended."""
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    names = {-one.value: one.name for one in signal.Signals}  # most real-time signals have none
+    return f"killed by {names.get(status, f'signal {-status}')}" if status < 0 else f"exit status {status}"
 
 
 class Worker:
@@ -87,7 +88,9 @@ class Worker:
         until_s = time.monotonic() + wait_s
         self.channel.settimeout(wait_s)
         self.channel.sendall(LENGTH.pack(len(data)) + data)
-        while (left_s := until_s - time.monotonic()) > 1.0 and not select([self.channel], (), (), 1.0)[0]:
+        answers = poll()  # `select` takes no descriptor above 1,023
+        answers.register(self.channel, POLLIN)
+        while (left_s := until_s - time.monotonic()) > 1.0 and not answers.poll(1000):
             meanwhile()
         self.channel.settimeout(max(left_s, 0.001))
         return receive(self._replies)

@@ -21,7 +21,6 @@ from asyncrl.errors import ControlError, StoreError
 from asyncrl.hosting.processes import closed_to_us
 from asyncrl.hosting.route import of_generators, unreached
 from asyncrl.run.keys import JoinKeys
-from asyncrl.run.starts import code_of
 from asyncrl.version import __version__
 from asyncrl.weights.base import TRANSPORTS, UpdateOrder
 
@@ -38,7 +37,6 @@ def hello_of(config: Config, generator_id: str, *, confirm: bool) -> Hello:
         incarnation=uuid.uuid4().hex[:12],
         release=__version__,
         config_hash=config_hash(config),
-        code=code_of(config),
         version=0,
         tensor_parallel=config.generator.tensor_parallel,
         pid=os.getpid(),

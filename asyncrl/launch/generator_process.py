@@ -108,7 +108,8 @@ async def _generate(
                 wire_key=keys.wire,
                 logs=context,
             )
-            await generator.run(replace(hello, transports=usable(control.endpoint), rows=prompts.fingerprint))
+            transports, rows = usable(control.endpoint), prompts.fingerprint
+            await generator.run(replace(hello, transports=transports, rows=rows, code=players.code))
         finally:
             await players.close()
             await engine.close()

@@ -49,7 +49,7 @@ def open_lead_run(
 ) -> LeadRun:
     """Open all parts of rank 0; the caller enters the run, and `stack` ends the rest.
 
-    The store is claimed before the control plane opens, so that a generator that joins finds its run there.
+    Generators join once all else is open: they find the run in its store, and nothing refuses it any more.
     """
     wire_key, record_key = keys.join.wire, keys.join.record
     gpu = torch.cuda.get_device_name() if trainer.device.type == "cuda" else None
@@ -58,7 +58,6 @@ def open_lead_run(
     reporting = open_reporting(config, directory, key_id=key_id(record_key), step=state.version)
     stack.callback(reporting.close)
     taking = open_taking(
-        stack,
         config,
         store,
         data,
@@ -77,17 +76,6 @@ def open_lead_run(
         directory=directory.weights,
         history=begun.history,
     )
-    hub = open_hub(
-        config,
-        publisher,
-        place=directory.path / "control.sock",
-        rows=data.fingerprint,
-        code=code,
-        wire_key=wire_key,
-        keys=keys.control,
-        on_dead=taking.revoke,
-        on_report=reporting.update,
-    )
     judged = open_judged(config, data, checkpoints, directory.checkpoints, begun)
     reporting.watch = judged.see
     saving = LeadSaving(
@@ -103,6 +91,17 @@ def open_lead_run(
         judged=judged,
         is_shared=config.cluster.kind is not None,
         pushes=open_pushes(config, directory.path, stop, state.version),
+    )
+    hub = open_hub(
+        config,
+        publisher,
+        place=directory.path / "control.sock",
+        rows=data.fingerprint,
+        code=code,
+        wire_key=wire_key,
+        keys=keys.control,
+        on_dead=taking.revoke,
+        on_report=reporting.update,
     )
     page = open_page(config, directory, state.version, hub, taking, renew, reporting)
     return LeadRun(

@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.image_processor import LearnerImages
 from asyncrl.errors import reason_of
-from asyncrl.hosting.progress import begin
+from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.launch.same_bytes import END, STOP, hand_out, receive
 from asyncrl.launch.saving import LeadSaving, Saving
@@ -137,6 +137,7 @@ class LeadRun:
         self.taking.close()
         self.saving.finish()
         self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")
+        begin("end", Pace.SLOW)
 
     def __enter__(self) -> Self:
         return self
@@ -187,4 +188,5 @@ class FollowerRun:
         self.saving.checkpoint(version, last=last)
 
     def finish(self) -> None:
-        """Do nothing: rank 0 waits for the last evaluation."""
+        """Report that the work is done: rank 0 waits for the last evaluation, exports and pushes."""
+        begin("end", Pace.OVER)

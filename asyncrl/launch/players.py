@@ -21,7 +21,7 @@ from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.launch.scorers import scorers_in
 from asyncrl.rewards.opened import Asker, Rewards
-from asyncrl.run.starts import unchanged
+from asyncrl.run.starts import code_of, unchanged
 from asyncrl.session.delta import closer, rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
@@ -124,6 +124,7 @@ class Players:
     tasks: dict[int, Player]
     counts: Counter[str]
     teacher: Asker | None = None
+    code: tuple[str, ...] = ()  # `code_of` what the processes load, which may be newer than the prompts
 
     @classmethod
     def of(
@@ -154,13 +155,10 @@ class Players:
                 environments[played] = _environment_of(task, loaded)
             found[index] = players.setdefault(key, Player(task, rewards[scored], environments[played]))
         teacher = _teacher_of(config, directory, counts) if directory else None
-        return cls(config, found, counts, teacher)
+        return cls(config, found, counts, teacher, code_of(config))
 
     async def start(self, prompts: PromptSource) -> None:
-        """Start the processes. Raises RewardError and EnvironmentFault for code that cannot be used.
-
-        Then nothing is left running.
-        """
+        """Start all. Raises RewardError or EnvironmentFault, with nothing left running, for unusable code."""
         firsts = {id(one): index for index, one in reversed(self.tasks.items())}
         try:
             for process in self._processes:

@@ -24,7 +24,6 @@ from asyncrl.hosting.rank_group import (
     free_port,
     leave,
     name_of,
-    nobody_else,
     parse_arguments,
     start_ranks,
     wait_for_ranks,
@@ -71,23 +70,28 @@ def run_ranks(
     """
     here = range(ranks) if here is None else here
     processes = start_ranks(command, here, ranks=ranks, address=address, environment=os.environ)
-    look = nobody_else
+    host: RankHost | None = None
     with ExitStack() as stack:
         stack.callback(stop_processes, processes, grace_s=GRACE_S)
         try:
             wait()
             host = open_host(stack)
-            look = host.look
             begin(processes, host.meet())
-            return host.finish(wait_for_ranks(processes, look))
+            status = host.finish(wait_for_ranks(processes, host.look))
+            return status if status >= 0 else 128 - status  # as shells give it: no exit status is negative
         except SystemExit:
-            leave(processes, look)
+            leave(processes, host.look if host else lambda: None)
             raise
 
 
 def only_host(lock: Path) -> Callable[[ExitStack], RankHost]:
     """Return what opens the host of all ranks."""
     return lambda stack: stack.enter_context(OnlyHost(lock))
+
+
+def lead_bind(config: Config, learner: str | None) -> str:
+    """Return the address for other hosts of host 0, which is at `learner`. Rank 0 listens at no other."""
+    return str(filled_in(config.control.bind or AUTO, learner or "", CONTROL_PORT))
 
 
 def learner_host(
@@ -99,12 +103,10 @@ def learner_host(
         return only_host(directory.lock)
     keys = run_keys(os.environ)
     listening, calling = keys.ranks
-    bind = filled_in(config.control.bind or AUTO, learner or "", CONTROL_PORT)
-    assert bind is not None
     # Addresses and the place of slots are those of host 0.
     own = {"control": {"bind"}, "store": {"bind"}, "weights": {"slots"}}
     terms = Terms(
-        endpoint=beside(bind),
+        endpoint=beside(lead_bind(config, learner)),
         wire_key=keys.join.wire,
         config=hashlib.sha256(config.model_dump_json(exclude=own).encode()).hexdigest()[:16],
         hosts=hosts,
@@ -134,15 +136,14 @@ def main() -> None:
         command = module_argv("asyncrl.launch.learner_process", FLAG, HOST, str(number))
         command += ["--store", arguments.store, "--config", str(arguments.config)]
         command += [MEMORY_SHARE, str(arguments.memory_share)]
-        bind, each = config.control.bind, config.ranks_per_host
-        several = config.cluster.learner_hosts > 1
+        each, several = config.ranks_per_host, config.cluster.learner_hosts > 1
         status = run_ranks(
             command,
             config.learner.ranks,
             learner_host(config, directory, number, arguments.learner),
             wait_until_needed if arguments.standby else lambda: None,
             here=range(number * each, (number + 1) * each),
-            address=arguments.learner or (host_of(bind) if several and bind else ADDRESS),
+            address=host_of(lead_bind(config, arguments.learner)) if several else ADDRESS,
         )
         sys.exit(status)
 

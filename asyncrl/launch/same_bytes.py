@@ -6,8 +6,7 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.hosting.progress import beat
 from asyncrl.types import Group
 
-# Rank 0 broadcasts one of them instead of the number of groups: the learner is asked to stop, or the training
-# ends before its last step.
+# Rank 0's words instead of the number of groups: the learner is asked to stop, or ends before its last step.
 STOP, END = b"stop", b"end"
 # Gives every rank the value of rank 0; every rank calls it.
 Broadcast = Callable[[bytes | None], bytes]

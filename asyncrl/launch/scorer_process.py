@@ -58,8 +58,9 @@ async def _score(config: Config, name: str, endpoint: str) -> None:
     model = scorer.model
     log.info("loading %s", model)
     sampling, device = config.sampling, resolve_device(config)
-    # The settings of vLLM are of the policy.
-    generator = allotted(config, None, is_shared=False).model_copy(update={"vllm": {}})
+    # The settings of vLLM are of the policy. Of GPUs that are named, this process sees one.
+    ours: dict[str, Any] = {"vllm": {}} | ({"tensor_parallel": 1} if scorer.gpus else {})
+    generator = allotted(config, None, is_shared=False).model_copy(update=ours)
     score: Score
     if name in config.teacher:
         # vLLM samples one token behind those it scores.

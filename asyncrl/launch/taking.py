@@ -1,9 +1,7 @@
 """What rank 0 takes from the store: groups to train on, and the answers of held-out evaluation."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,12 +14,14 @@ from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.lanes import eval_lane, group_limits, open_intake, train_lane
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
+from asyncrl.buffer.stall import LONGEST_LOOK_S
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.schema import Config
 from asyncrl.data.curriculum import Curricula
 from asyncrl.data.data_files import DataFiles
 from asyncrl.data.prompts import open_curricula, vocabulary_size
 from asyncrl.evaluation import EvalResult, Evaluation, Rounds, resume_ledger
+from asyncrl.hosting.progress import Attention
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.run.learner_state import LearnerState
 from asyncrl.types import Group
@@ -92,12 +92,12 @@ class Taking:
 
     def last_rounds(self, version: int) -> Iterator[list[EvalResult]]:
         """Wait for the rounds that are open after the last step, until no group arrives for `stall_s`."""
-        last, until_s = -1, 0.0
+        last, until_s, clock = -1, 0.0, Attention(longest_s=LONGEST_LOOK_S)
         while missing := sum(one.missing for one in self.evaluations):
             arrived = sum(one.buffer.audit().counters.get("put", 0) for one in self.evaluations)
             if arrived != last:
-                last, until_s = arrived, time.monotonic() + self.stall_s
-            elif time.monotonic() > until_s:
+                last, until_s = arrived, clock.look() + self.stall_s
+            elif clock.look() > until_s:
                 found = "no group arrived for %.0f s (control.stall_s): %d rounds of evaluation are left out"
                 log.warning(found, self.stall_s, missing)
                 return
@@ -143,7 +143,6 @@ class Taking:
 
 
 def open_taking(
-    stack: ExitStack,
     config: Config,
     store: StoreConnection,
     data: DataFiles,

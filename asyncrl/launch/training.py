@@ -51,7 +51,8 @@ def train(
     begin("load the model", Pace.SLOW)
     stop = threading.Event()
     hooks = Hooks.load(config.learner.hooks)
-    with naming_memory(config.learner, rendezvous.rank), ExitStack() as stack:
+    # What surrounds the loop ends with the error that names the memory, and not with torch's.
+    with ExitStack() as stack, naming_memory(config.learner, rendezvous.rank):
         if not directory.saved_mark.exists():
             # Before weights are read. A run that has saved something was judged when it began.
             require_right_code(config)
@@ -98,7 +99,6 @@ def train(
         with contextlib.suppress(EndedEarly):
             run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)
         run.finish()
-        begin("end", Pace.SLOW)
 
 
 def trainer_of(

@@ -61,7 +61,8 @@ def teacher_problems(config: Config) -> Iterator[Mistake]:
     if config.algorithm.reference is None or config.algorithm.reference.path is None:
         return
     key = "algorithm.reference.path"
-    yield from architecture_problems(config.reference, key)
+    if not (config.teacher and config.generator.engine == "vllm"):  # which then runs it, not the learner
+        yield from architecture_problems(config.reference, key)
     if all((Path(one.path) / "tokenizer.json").is_file() for one in (config.model, config.reference)):
         from asyncrl.data.prompts import other_tokens  # it imports transformers
 

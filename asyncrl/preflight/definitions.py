@@ -77,9 +77,10 @@ def plain_methods(node: Definition | None) -> Iterator[ast.FunctionDef | ast.Asy
 
 
 def _run(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield what runs when a module is imported: no bodies of functions and classes, and no script's part."""
+    """Yield what runs with a module or a body: no bodies of functions and classes, and no script's part."""
+    is_module = isinstance(tree, ast.Module)
     for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
+        if not (is_module and isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
             yield node
             if not isinstance(node, Definition):
                 yield from _run(node)
@@ -106,7 +107,7 @@ def absent_imports(name: str) -> Iterator[str]:
 
 def returns_nothing(node: Definition) -> str:
     """Say that no call of a function returns a value; empty if one may, or if its body is `...`."""
-    body = [one for statement in node.body for one in (statement, *_run(statement))]
+    body = [*_run(ast.Interactive(node.body))]
     if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in body):
         return "yields, so calling it makes a generator, not a number; return the number"
     returns = (isinstance(one, ast.Return) and one.value is not None for one in body)

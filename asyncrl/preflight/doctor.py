@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.preflight.checks import gpu, host, stack, this_run
 from asyncrl.preflight.checks.base import Check, Finding, Outcome, doubtful, execute, fine, wrong
@@ -46,7 +46,7 @@ def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | 
         return None, None
     try:
         config = validated_config(config_path, overrides)
-    except ConfigError as error:
+    except AsyncRLError as error:  # also of a library that is missing
         return None, wrong(str(error), "correct these lines; `asyncrl validate` checks them again")
     if missing := list(missing_device(config)):
         return config, wrong(missing[0], "set learner.device=auto, or repair the GPU's driver")

@@ -225,8 +225,12 @@ def _prompts(config: Config, root: Node, path: Path) -> Iterator[str]:
     """Warn of a template that makes equal prompts, and of fewer prompts than are to be evaluated."""
     template = config.data.template
     plays = any(one.is_used for one in config.environments.values())
-    if template is not None and not plays and not any(name for _, name, _, _ in Formatter().parse(template)):
-        yield "data.template names no column, so all prompts are equal; write one as {column}"
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(template or "")]
+        if template is not None and not plays and not any(names):
+            yield "data.template names no column, so all prompts are equal; write one as {column}"
+    except ValueError as error:  # of rows on the hub, which `validate` does not read
+        yield f"data.template is not a valid template ({error}); set {{column}} for a column, {{{{ for {{"
     number = ("eval", "prompts")
     own = root.has(number) and root.nearest(number).place.rpartition(":")[0] in ("", str(path))
     for key, task in config.data.tasks.items():

@@ -97,9 +97,8 @@ def _require_fit(config: Config, placed: Callable[[int], Placement]) -> list[str
 def read_trained_shape(model: ModelConfig, learner: LearnerConfig | None) -> ModelShape:
     """Return the shape of a model, with what its layers keep for the backward pass of a `learner`.
 
-    Raises:
-        DataError: the config cannot be read, or transformers does not know the architecture.
-        ConfigError: the learner would refuse the model.
+    Raises DataError if the config cannot be read or transformers does not know the architecture, ConfigError
+    if the learner would refuse the model.
     """
     config, shape = read_model(model)
     if learner is None:

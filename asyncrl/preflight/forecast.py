@@ -91,8 +91,7 @@ def forecast(
 ) -> Forecast:
     """Predict the numbers of a run; `rows` of each source of data.train are None if unknown.
 
-    `teacher` is the shape of algorithm.reference, if there is one. `placement` is that of the processes on
-    this machine; by default all are here.
+    `teacher`: shape of algorithm.reference, if any. `placement`: of this machine's processes, by default all.
     """
     placement = placement or placement_of(config, len(machine.gpu_bytes))
     lines = (*_step(config), *_store(config, placement), *_run(config, rows))

@@ -1,5 +1,6 @@
 """What a config needs besides its files: programs, keys, what libraries take, names and rights on the hub."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -113,6 +114,9 @@ def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mist
     # What the arguments of another program mean, such as the script of a shell, only that program knows.
     if not Path(program).name.startswith("python"):
         return
+    # Options may stand in one word, and so may an option and what it takes: `-um`, `-mjson.tool`.
+    split = (re.sub(r"\A-[bBdEiIOPqsSuvx]*([cm])", "-\\1\0", one).split("\0") for one in words)
+    words = [part for parts in split for part in parts if part]
     values = {at + 1 for at, word in enumerate(words) if word in ("-W", "-X")}
     begins = (n for n, one in enumerate(words) if n not in values and (one[:1] != "-" or one in ("-c", "-m")))
     first, *others = words[next(begins, len(words)) :] or [""]

@@ -24,7 +24,7 @@ from asyncrl.launch.scorers import scorers_in, started_scorers
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards import batches
 from asyncrl.rewards.base import RewardInput, Score
-from asyncrl.rewards.forms import ground_truth
+from asyncrl.rewards.forms import EPISODE_COLUMNS, ground_truth
 from asyncrl.rewards.opened import Rewards
 from asyncrl.run.directory import RunDirectory
 from asyncrl.types import Prompt
@@ -112,7 +112,16 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
             given = RewardInput(
                 prompt=prompt.text, response=text, row=prompt.row, chat=prompt.chat, response_tokens=tokens
             )
-            yield Case(kind, given, prompt.task)
+            yield Case(kind, replace(given, played=_played(config, prompt, text)), prompt.task)
+
+
+def _played(config: Config, prompt: Prompt | None, response: str) -> dict[str, Any]:
+    """Return the columns of an episode of one answer, for which an environment gave 0; none without it."""
+    if prompt is None or not [*config.tasks.values()][prompt.task].environment.is_used:
+        return {}
+    asked = prompt.messages or ({"role": "user", "content": prompt.text},)
+    said = [*asked, {"role": "assistant", "content": response}]
+    return dict(zip(EPISODE_COLUMNS, (said, 1, {"reward": 0.0, "parts": {}, "metrics": {}}), strict=True))
 
 
 def _sampled(tokenizer: Any, response: str) -> int:
@@ -158,7 +167,7 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
         given = RewardInput(
             prompt=str(prompt), response=text, row=row, chat=chat, truncated=truncated, response_tokens=tokens
         )
-        yield Case("sample", given, task)
+        yield Case("sample", replace(given, played=_played(config, found, text)), task)
 
 
 class _PromptFinder:

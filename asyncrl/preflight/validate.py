@@ -281,7 +281,8 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((key,), str(error))
         # One message per key.
         yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())
-    yield from lacking_room(config, held_out=held_out)
+    for source in config.training:
+        yield from lacking_room(source, held_out=held_out)
 
 
 def _forms(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, Form]:
@@ -289,11 +290,10 @@ def _forms(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, Form]:
     found = {}
     for key, one in functions.items():
         try:
-            form = _reward_form(one)
+            if (form := _reward_form(one)) is not None:
+                found[f"{key}.function"] = form.with_params({} if one.remote else one.params)
         except (Missing, RewardError):  # reported by `_function_problems`
             continue
-        if form is not None:
-            found[f"{key}.function"] = form.with_params({} if one.remote else one.params)
     return found
 
 

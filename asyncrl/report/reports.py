@@ -33,24 +33,16 @@ from asyncrl.types import Group, Rollout
 from asyncrl.weights.base import UpdateReport
 
 Decode = Callable[[Sequence[int]], str]
+# The messages or text of each row of the data by its token ids (int32), as bytes.
+Asked = Mapping[bytes, Sequence[Mapping[str, Any]] | str]
 SHOWN = 4  # of an evaluation: prompts, and failed prompts, that trackers and samples.jsonl get
 
 
 class PairsFile:
     """JSON lines with TRL's columns `prompt`, `chosen`, `rejected`, and the step."""
 
-    def __init__(
-        self,
-        path: Path,
-        prompts: Mapping[bytes, Sequence[Mapping[str, Any]] | str],
-        decode: Callable[[Sequence[int]], str],
-        *,
-        step: int,
-    ) -> None:
-        """Append to the file, without the pairs of steps after `step`, which will be trained again.
-
-        `prompts` has the messages or text of each row of the data by its token ids (int32), as bytes.
-        """
+    def __init__(self, path: Path, prompts: Asked, decode: Decode, *, step: int) -> None:
+        """Append to the file, without the pairs of steps after `step`, which will be trained again."""
         _forget(path, step)
         self._lines, self._prompts, self._decode = Lines(path), prompts, decode
 
@@ -79,11 +71,10 @@ class PairsFile:
             yield {"step": step.version, "prompt": asked, "chosen": chosen, "rejected": rejected}
 
 
-def text_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], ids: Sequence[int]) -> str:
+def text_after(decode: Decode, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text that the tokens add to those before them.
 
-    Tokenizers such as Llama 2's drop the blank that begins a text, so a response decoded alone would be glued
-    to the last word of its prompt.
+    Tokenizers such as Llama 2's drop a leading blank: a response decoded alone would be glued to its prompt.
     """
     start, whole = decode(before), decode([*before, *ids])
     return whole[len(start) :] if whole.startswith(start) else decode(ids)
@@ -118,10 +109,7 @@ class Reporting:
     watch: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None
 
     def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:
-        """Report a finished step, with what each rank used in it.
-
-        `counters` are logged even if the metrics of the step cannot be computed.
-        """
+        """Report a step and each rank's use. `counters` are logged even if metrics cannot be computed."""
         metrics: dict[str, float] = {}
         with self.guard("metrics"):
             metrics = step_metrics(step) | usage_metrics(step, usage)

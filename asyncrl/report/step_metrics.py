@@ -151,8 +151,7 @@ def _states(rollout: Rollout) -> int:
 def _repeated(episode: Sequence[Rollout]) -> int:
     """Return the number of tokens that the learner computes again, after the same tokens as before.
 
-    In lexicographic order, a sequence shares with the one before it the longest prefix that it shares with
-    any before it.
+    In lexicographic order, no earlier sequence shares a longer prefix with a sequence than the one before it.
     """
     ids = [np.concatenate([one.prompt_ids, one.response_ids]) for one in episode]
     ids.sort(key=lambda one: one.astype(">i4").tobytes())  # the order of these bytes is that of the tokens

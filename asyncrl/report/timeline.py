@@ -2,8 +2,7 @@
 
 The file has events of the Chrome trace format, one per line, in a JSON array that is never closed: Perfetto
 accepts it while it grows. Times come from the clock of the process that acted. The moments of a group are put
-in order, so if the clocks of two hosts differ, a part of its life has the wrong length but never a negative
-one.
+in order, so where the clocks of two hosts differ, a part of its life has a wrong but never a negative length.
 """
 
 import threading
@@ -31,10 +30,7 @@ class Timeline:
     """Slices on tracks of processes. Any thread may write: the learner's and the control plane's do."""
 
     def __init__(self, path: Path | None, *, max_bytes: int = MAX_BYTES) -> None:
-        """Append to the file `path`, or with None write nothing.
-
-        A full file is renamed to `<stem>.1.json`, replacing the one before.
-        """
+        """Append to the file `path`, or with None write nothing. A full file replaces `<stem>.1.json`."""
         self._path, self._max_bytes = path, max_bytes
         self._lock = threading.Lock()
         self._named: set[tuple[str, str]] = set()

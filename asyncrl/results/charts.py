@@ -81,11 +81,7 @@ AGE_PARTS = Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_q
 AGE = Curve("Age of a token", ("staleness/max", "staleness/mean"), "steps")
 TOO_OLD = Curve(
     "Too old, and out of the loss",
-    (
-        "staleness/masked_share",
-        *(f"staleness/masked_share/{band}" for band in BANDS),
-        "staleness/masked_share/turn/*",
-    ),
+    ("staleness/masked_share", "staleness/masked_share/*"),
     "share of the tokens",
 )
 STALENESS = (AGE_PARTS, AGE, TOO_OLD)
@@ -101,9 +97,8 @@ def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
         for name in [name for name in dict.fromkeys(names) if name not in shown]:
             series = archive.history.series(name)
             shown.add(name)
-            # A series that repeats an earlier one is left out: the only part of a reward equals the reward,
-            # pass@1 the accuracy, and that the mean of rewards of 0 and 1. Constant series, as zeros, are
-            # shown for each metric.
+            # A series equal to an earlier one is left out: the only part of a reward is the reward, pass@1
+            # the accuracy, and that the mean of 0/1 rewards. Constant series, as zeros, are shown per metric.
             if series not in found.values() or len({value for _, value in series}) == 1:
                 found[name] = series
         if curve.log:

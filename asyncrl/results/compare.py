@@ -32,10 +32,7 @@ ALWAYS_DIFFERENT = frozenset({"run.name", "run.root"})
 
 
 def compare_runs(runs: Sequence[Path], to: Path | None, also: Sequence[Table] = ()) -> list[Table]:
-    """Return tables of results and differences, and `also` at the end.
-
-    With `to`, also write a page with them and with overlaid curves.
-    """
+    """Return tables of results, differences and `also`; `to` gets a page with them and overlaid curves."""
     directories = {directory.path.resolve(): directory for directory in map(find_run, runs)}
     if len(directories) < 2 or len(directories) < len(runs):
         given = ", ".join(map(str, runs))

@@ -1,7 +1,6 @@
 """Work with an engine, in a process with a session of its own, for commands of the terminal.
 
-A terminal's Ctrl-C would otherwise reach all processes of vLLM, which then print tracebacks or wait for one
-another.
+Ctrl-C would otherwise reach all processes of vLLM, which then print tracebacks or wait for one another.
 """
 
 import asyncio
@@ -55,11 +54,12 @@ def serve(work: Callable[..., Coroutine[Any, Any, Any]]) -> None:
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     answer, count, *rest = sys.argv[1:]
     words, (config, *overrides) = rest[: int(count)], rest[int(count) :]
-    said: dict[str, object]
     try:
-        said = {"answer": asyncio.run(work(load_config(Path(config), overrides), *words))}
+        said: dict[str, object] = {"answer": asyncio.run(work(load_config(Path(config), overrides), *words))}
     except AsyncRLError as error:
-        said = {"error": type(error).__name__, "message": str(error)}
+        # The nearest of its classes that `ask` finds: some errors are defined elsewhere.
+        name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+        said = {"error": name, "message": str(error)}
     Path(answer).write_text(json.dumps(said), encoding="utf-8")
     sys.exit(USER_ERROR if "error" in said else 0)
 
@@ -70,10 +70,11 @@ async def sampler_of(
 ) -> AsyncIterator[GroupSampler]:
     """Start engine, and the rewards and environments of these tasks, for the body."""
     device = resolve_device(config)
-    gpus, generator = room_on_gpus(config)
-    if gpus:
-        os.environ[VARIABLE] = visible_devices(gpus)
     with started_scorers(config) as directory:
+        # The scorers have loaded their models by now, on their own of all GPUs that this process sees.
+        gpus, generator = room_on_gpus(config)
+        if gpus:
+            os.environ[VARIABLE] = visible_devices(gpus)
         players = Players.of(config, config.run.root, directory, tasks)
         try:
             await players.start(prompts)
@@ -92,10 +93,8 @@ def room_on_gpus(config: Config) -> tuple[list[int], GeneratorConfig]:
     """Return the GPUs with the most free memory, and the settings of an engine that fits there.
 
     `generator.gpu_memory_utilization` and `kv_cache_gib` are upper limits. On a CPU, and without nvidia-smi,
-    there are no GPUs to choose, and the settings are those of the config.
-
-    Raises:
-        DataError: there are too few GPUs, they have too little free memory, or nvidia-smi does not answer.
+    there are no GPUs to choose, and the settings are those of the config. Raises DataError if there are too
+    few GPUs, they have too little free memory, or nvidia-smi does not answer.
     """
     generator, width = config.generator, config.generator.tensor_parallel
     if resolve_device(config) == "cpu" or not is_installed():

@@ -13,6 +13,7 @@ from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.results.engine_process import ask, sampler_of, serve
+from asyncrl.telemetry.text import visible
 from asyncrl.types import Group, Rollout
 
 SHOWN_IDS = 24  # of one piece of a sequence
@@ -21,7 +22,7 @@ SHOWN_IDS = 24  # of one piece of a sequence
 def play_rows(config: Path, overrides: Sequence[str], rows: int) -> Iterator[str]:
     """Play one episode of each of the first tickets; yield lines that show them. Raises AsyncRLError."""
     for group in ask("asyncrl.results.play", config, overrides, str(rows)):
-        yield from _lines(**group)
+        yield from map(visible, _lines(**group))
 
 
 async def _play(config: Config, rows: str) -> list[dict[str, Any]]:

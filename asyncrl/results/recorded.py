@@ -4,6 +4,7 @@ import heapq
 import json
 import math
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +16,7 @@ from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord, sample_from
 from asyncrl.telemetry.jsonl import Tail, Tails
 from asyncrl.telemetry.state import read_state
-from asyncrl.telemetry.text import number
+from asyncrl.telemetry.text import number, visible_lines
 
 T = TypeVar("T")
 
@@ -121,9 +122,8 @@ def pairs_of(run: Path | None) -> Iterator[str]:
 def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
     new = Tail(directory.samples, last_bytes=FOLLOWED_BYTES)
     yield from choose(map(sample_from, new), wanted)[0]
-    for sample in _until_over(directory, lambda: map(sample_from, new)):
-        if wanted.rank(sample) is not None:
-            yield sample
+    later = _until_over(directory, lambda: map(sample_from, new))
+    yield from (sample for sample in later if wanted.rank(sample) is not None)
 
 
 def sample_head(sample: SampleRecord) -> tuple[str, str]:
@@ -165,7 +165,7 @@ def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
             f"{directory.logs} has no output of `{name}`; it has that of: {names}. A host that does not "
             "share this directory has its own: call `asyncrl logs` there"
         )
-    position = max(path.stat().st_size - LAST_BYTES, 0)
+    position, decoder = max(path.stat().st_size - LAST_BYTES, 0), getincrementaldecoder("utf-8")("replace")
 
     def read() -> list[str]:
         nonlocal position
@@ -173,7 +173,7 @@ def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
             file.seek(position)
             found = file.read()
         position += len(found)
-        return [found.decode("utf-8", "replace")] if found else []
+        return [text] if (text := decoder.decode(found)) else []
 
     return read
 
@@ -182,8 +182,7 @@ def _warnings(directory: RunDirectory) -> Callable[[], list[str]]:
     tails = Tails(directory.logs)
 
     def read() -> list[str]:
-        records = [record for new in tails.read().values() for record in new]
-        told = [record for record in records if record.get("level", "info") != "info"]
+        told = (one for new in tails.read().values() for one in new if one.get("level", "info") != "info")
         return [_line(record) for record in sorted(told, key=lambda record: str(record.get("time")))]
 
     return read
@@ -191,7 +190,7 @@ def _warnings(directory: RunDirectory) -> Callable[[], list[str]]:
 
 def _line(record: dict[str, Any]) -> str:
     at, process, level, event = (str(record.get(name)) for name in ("time", "process", "level", "event"))
-    said = "\n".join(filter(None, (event, record.get("exception"))))
+    said = visible_lines("\n".join(filter(None, (event, record.get("exception")))))
     return f"{at[:19]} {process} {level.upper()} {said}\n"
 
 

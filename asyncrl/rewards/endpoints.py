@@ -16,7 +16,7 @@ import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from asyncrl.config.reward_section import HttpReward, Judge, LlmJudge
+from asyncrl.config.reward_section import TEXT_BYTES, HttpReward, Judge, LlmJudge
 from asyncrl.errors import RewardError
 from asyncrl.extras import from_extra
 from asyncrl.rewards.base import Question, RewardInput, Service, Unanswered, number, unreadable
@@ -176,7 +176,8 @@ class JudgeService:
         usage = reply.get("usage")
         if isinstance(usage, dict) and isinstance(tokens := usage.get("total_tokens"), int):
             self._answers, self._tokens = self._answers + 1, self._tokens + tokens
-        return value_of(self._verdict(words)), words
+        # More is not shown, and thousands of answers are remembered.
+        return value_of(self._verdict(words)), words[:TEXT_BYTES]
 
     def _verdict(self, words: str) -> object:
         """The part of the answer that has the score."""

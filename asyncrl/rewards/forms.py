@@ -70,13 +70,17 @@ class Form:
     def refusal(self, params: Mapping[str, Any]) -> str:
         """Why the function cannot be called with parameters of the config; empty if it can."""
         unknown = [name for name in params if not self.takes(name) or name in GIVEN]
-        if not unknown:
-            return ""
-        allowed = sorted(self.accepted - GIVEN)
-        return f"takes no params {', '.join(unknown)}; allowed are {', '.join(allowed) or 'none'}"
+        if unknown:
+            allowed = sorted(self.accepted - GIVEN)
+            return f"takes no params {', '.join(unknown)}; allowed are {', '.join(allowed) or 'none'}"
+        try:
+            self.with_params(params)
+        except RewardError as error:
+            return str(error)
+        return ""
 
     def with_params(self, params: Mapping[str, Any]) -> Self:
-        """The form of the function that is left when these are given."""
+        """The form of the function that is left when these are given. Raises RewardError for a bad batch."""
         left = {name: getattr(self, name) - params.keys() for name in ("accepted", "required")}
         return replace(
             self, **left, most=_most(params["batch"]) if self.most > 1 and "batch" in params else self.most

@@ -55,11 +55,10 @@ Reward = Callable[..., list[tuple[float, str | None]]]
 def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Reward:
     """Wrap a function of any form, async or not, as (prompts, responses, columns of each) -> pairs.
 
-    For a form that `takes_chat`, a prompt is a text or a list of messages. A pair is (reward, answer). The
-    reward is NaN if the function returns None: it abstains. `params` are arguments by name, before columns of
-    these names. Raises RewardError for an unknown form or parameter. The wrapper raises it for a missing
-    column, and for a returned value that is not a finite number or not an answer; exceptions of the function
-    itself pass through.
+    For a form that `takes_chat`, a prompt is a text or a list of messages. A pair is (reward, answer); the
+    reward is NaN if the function abstains (None). `params` are arguments by name, before columns of these
+    names. Raises RewardError for an unknown form or parameter. The wrapper raises it for a missing column,
+    and for a result that is not a finite number or not an answer; the function's own exceptions pass through.
     """
     form = form_for(function)
     if problem := form.refusal(params):

@@ -133,8 +133,7 @@ def _last_box(text: str) -> str | None:
 def choice(prompt: str, response: str, answer: str) -> tuple[float, str | None]:
     r"""1 if the letter that the response chooses is that of column `answer`.
 
-    The first of these that occurs counts, where it occurs last: `\boxed{B}`, `answer is B`, `(B)`, and a
-    letter at the end.
+    The first that occurs counts, where it is last: `\boxed{B}`, `answer is B`, `(B)`, a letter at the end.
     """
     expected = str(answer).strip().strip("().").upper()
     if not re.fullmatch("[A-J]", expected):

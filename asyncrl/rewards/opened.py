@@ -1,9 +1,8 @@
 """The Scorer of a config: reward processes for its functions, and services for its other rewards.
 
-A question to a service that may be answered later is asked again, with growing and random pauses, until
-`reward.timeout_s` is over. Waiting until the service may be asked takes none of this time, neither for a
-limit per minute nor for a scorer that starts. An answer that cannot be read is asked for at most
-`reward.attempts` times.
+A question to a service that may be answered later is asked again, with growing random pauses, until
+`reward.timeout_s` is over. Waiting until the service may be asked takes none of it, neither for a limit per
+minute nor for a scorer that starts. An unreadable answer is asked for at most `reward.attempts` times.
 """
 
 import asyncio
@@ -121,13 +120,13 @@ class Asker:
                 raise Unanswered(f"took longer than {limit_s:g} s{last}", reason=reason) from None
             except Unanswered as failure:
                 failures.append(failure)
-                unreadable = sum(one.reason == "unreadable" for one in failures)
+                reasons = Counter(one.reason for one in failures)
                 pause_s = failure.pause_s or AGAIN.pause_s(len(failures)) * random.uniform(0.5, 1.0)
                 left_s -= pause_s
                 # The call of a first outage takes no time: a scorer that died had it, and another gets it.
-                if [one.reason for one in failures].count("unavailable") != 1:
+                if failure.reason != "unavailable" or reasons["unavailable"] > 1:
                     left_s -= loop.time() - began_s
-                if not failure.may_pass or unreadable >= self._config.attempts or left_s < 0.0:
+                if not failure.may_pass or left_s < 0.0 or reasons["unreadable"] >= self._config.attempts:
                     raise
             self.counts["reward_retries"] += 1
             await asyncio.sleep(pause_s)

@@ -1,10 +1,9 @@
 """Scores rollouts in processes that can be killed: user code can hang, crash or print, and the run continues.
 
-Each worker calls one function at a time, for a response, a group, or a batch (`batches`). The time limit of a
-call starts when the worker reports that it has begun; until then, no user code has seen the response, and a
-call that fails is repeated with another worker. A worker that is late, dies, or is interrupted within a call
-is killed with its process group, so no reply can be mistaken for that of another call. The next call starts
-another worker.
+Each worker calls one function at a time, for a response, a group or a batch (`batches`). The time limit of a
+call starts when the worker reports that it has begun; until then no user code has seen the response, and a
+failed call is repeated with another worker. A worker that is late, dies, or is interrupted within a call is
+killed with its process group, so no reply can be taken for another call's. The next call starts another.
 """
 
 import asyncio

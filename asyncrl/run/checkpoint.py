@@ -193,20 +193,14 @@ class CheckpointStore:
             self._require_beginning(passed_over)
 
     def verify(self, directory: Path, part: str = "") -> None:
-        """Check signature, step, and the content of every file whose name begins with `part`.
-
-        Raises CheckpointError with what is wrong.
-        """
+        """Check signature, step and bytes of files whose names begin with `part`. Raises CheckpointError."""
         step = self._manifests.verify(directory, part)
         if self._name(step) != directory.name:
             signed = f"{directory}: signed as step {step}"
             raise CheckpointError(f"{signed}; give the directory its name back")
 
     def verify_export(self, directory: Path) -> None:
-        """Verify the Hugging Face model alone, for which no other file is needed.
-
-        Raises CheckpointError, also if there is none.
-        """
+        """Verify the Hugging Face model without other files. Raises CheckpointError, also if it is absent."""
         self.verify(directory, f"{EXPORT}/")
         if not self._manifests.is_exported(directory):
             why = f"{directory} has no {EXPORT}/ yet, which its run writes next to training"

@@ -99,8 +99,8 @@ class RunDirectory:
 
     def require_run(self) -> None:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
-        held = [entry for entry in self.path.glob("*") if entry != self.given]
-        if held and not self.config.exists():
+        held = {*self.path.glob("*")} - {self.given}
+        if held and not held & {self.config, self.supervisor_lock, self.driver_lock}:  # a removal keeps locks
             found = f"--fresh would delete {self.path}, which is no run directory (no config.yaml)"
             raise RunError(f"{found}; remove it yourself")
 

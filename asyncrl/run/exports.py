@@ -1,17 +1,18 @@
 """Exports of checkpoints as Hugging Face models, next to training, which waits for none but the last."""
 
 import logging
+import time
 from collections.abc import Callable
 from threading import Event, Thread
 
 from asyncrl.errors import CheckpointError
-from asyncrl.hosting.progress import Pace, begin
+from asyncrl.hosting.progress import Pace, beat, begin
 
 log = logging.getLogger(__name__)
 
 # Pause between two attempts at an export, and their number: a user may make room on a full disk.
 AGAIN_S, ATTEMPTS = 1.0, 60
-LAST_S = 1200.0  # longest wait for an export
+LAST_S, LOOK_S = 1200.0, 0.1  # longest wait for an export, and from one look at it to the next
 
 
 class Exports:
@@ -51,8 +52,10 @@ class Exports:
 
     def _join(self, otherwise: str) -> bool:
         """Wait for the export that is under way; return whether it is over. If not, say what that means."""
-        if self.is_under_way:
-            self._thread.join(LAST_S)
+        until_s = time.monotonic() + LAST_S
+        while self.is_under_way and time.monotonic() < until_s:
+            self._thread.join(LOOK_S)
+            beat()  # this wait has a limit of its own
         if self.is_under_way:
             log.warning("the export of step %d takes more than %g s: %s", self._step, LAST_S, otherwise)
         return not self.is_under_way

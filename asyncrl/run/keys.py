@@ -3,9 +3,8 @@
     run.key         the learner's: signs checkpoints; its store password, its keys of the control plane
       '-> join.key  a generator's: signs frames and messages; its store password, its keys of the plane
 
-With a copy of `join.key`, generators on other hosts join; it does not reveal `run.key`. Secrets come in files
-or in the environment, never as arguments, which every user of a machine can see. Entry points read them and
-pass them on as keys.
+Generators on other hosts join with a copy of `join.key`; it does not reveal `run.key`. Entry points read
+secrets from files or the environment, never from arguments, which every user sees, and pass them on as keys.
 """
 
 import errno

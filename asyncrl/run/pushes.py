@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from asyncrl.config.checkpoint_section import HubConfig
 from asyncrl.config.named_files import EXPORT
 from asyncrl.errors import ConfigError
-from asyncrl.hosting.progress import Pace, begin
+from asyncrl.hosting.progress import Pace, beat, begin
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Pushes:
         """
         self._hub, self._directory, self._api, self._stop = hub, directory, HfApi(), stop
         self._newest, self._pushed = step, 0
+        shutil.rmtree(directory / LINKS, ignore_errors=True)  # of a process that was killed in a push
         self._thread = Thread()
         text = refusal(hub)
         if not text:
@@ -110,6 +111,7 @@ class Pushes:
         until_s = time.monotonic() + LAST_S
         while self._thread.is_alive() and not self._stop.is_set() and time.monotonic() < until_s:
             self._thread.join(LOOK_S)
+            beat()  # this wait has a limit of its own
         if self._thread.is_alive():
             why = "the run was stopped" if self._stop.is_set() else f"its push takes more than {LAST_S:g} s"
             self._failed(self._newest, why)

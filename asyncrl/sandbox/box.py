@@ -63,8 +63,7 @@ class Box:
     ) -> None:
         """Set the memory of all processes of a program together, without files (2 x 256 MiB).
 
-        `output_bytes` are kept of each output. `hidden` are files and directories that a program does not
-        see even if they are among the packages.
+        `output_bytes` are kept of each output. A program sees no `hidden` paths, even among the packages.
         """
         memory_bytes = int(memory_gib * 2**30)
         own = {"NOFILE": MOST_DESCRIPTORS, "FSIZE": SCRATCH_BYTES}

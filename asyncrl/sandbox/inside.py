@@ -127,7 +127,9 @@ def run(code: str, stdin: str, seconds: float, limits: dict[str, Any]) -> dict[s
     if limit is None and code_or_signal == -signal.SIGXCPU:
         limit = "time"
     if limit is None and code_or_signal < 0:
-        said += f"\nkilled by {signal.Signals(-code_or_signal).name}\n"
+        # Most real-time signals have no name.
+        names = {one.value: one.name for one in signal.Signals}
+        said += f"\nkilled by {names.get(-code_or_signal, f'signal {-code_or_signal}')}\n"
     return {
         "stdout": stdout.text,
         "stderr": said,

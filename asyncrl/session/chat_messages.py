@@ -14,10 +14,7 @@ Message = Mapping[str, Any]
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: None is "", and text parts are joined.
-
-    Raises ValueError for a part that is not text.
-    """
+    """Return a content's text: "" for None, joined text parts. Raises ValueError for any other part."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -58,9 +55,8 @@ def _call(call: Any) -> tuple[str, Any]:
 def keys_of(messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[bytes]:
     """Yield, for 0, 1, ... messages, a digest of the tools and of these messages.
 
-    Two messages are the same if they agree in role, text and tool calls (name and arguments). Ids of calls
-    and reasoning are ignored, because agent libraries rename or drop them. Blanks around an answer's text
-    are ignored, because some of them strip it.
+    Messages are the same if they agree in role, text and tool calls (name and arguments). Ids of calls,
+    reasoning and blanks around an answer's text are ignored: agent libraries rename, drop or strip them.
     """
     key = _digest(b"", _json(list(tools)))
     yield key

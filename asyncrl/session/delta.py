@@ -27,10 +27,7 @@ _MARK = "the-last-answer-ends-here-8f1c2d"
 
 
 def closer(renderer: Renderer) -> str:
-    """Return the token with which the template closes an answer, "" if it writes none.
-
-    The stop token of some base models is another one.
-    """
+    """Return the token that closes a template's answers, or "". Some base models' stop token is another."""
     try:
         text = renderer.render([_PLAIN[0], {**_PLAIN[1], "content": _MARK}], generation=False)
     except RenderError:
@@ -83,9 +80,8 @@ class _Border:
         """`text` without the stop token that the policy has sampled.
 
         `stop` is None if the answer was cut off: the text then begins with the template's stop token. A stop
-        token that closes answers is left out, too, if the policy sampled another one in its place. But the
-        stop token of some templates opens the next message (GLM, tool results of Gemma 4): it is left out
-        only if the policy sampled it.
+        token that closes answers is also left out if the policy sampled another in its place. If the stop
+        token opens the next message (GLM, tool results of Gemma 4), it is left out only if sampled.
         """
         first = next((one for one in self._stops if text.startswith(one)), "")
         is_left_out = stop is not None and first in (stop, self._closer)
@@ -101,8 +97,7 @@ def delta(
 ) -> tuple[str, str] | None:
     """Return the rule that holds and the text to tokenise behind the token `last_id`, or None.
 
-    `history` ends with the answer that `last_id` ends. The first rule that holds is taken: STABLE, SHORT,
-    KEPT.
+    `history` ends with the answer that `last_id` ends. The first of STABLE, SHORT, KEPT that holds is taken.
     """
     border = _Border(renderer, tools)
     bare = {name: history[-1][name] for name in ("role", "tool_calls") if name in history[-1]}

@@ -127,8 +127,7 @@ class Session:
     """Finds for each request the recorded turn that it continues, and records the answers.
 
     `history="exact"` keeps what was sampled, also where the template would rewrite it. `history="template"`
-    gives the policy the template's text of the whole conversation; a conversation that the template rewrote
-    begins a sequence.
+    gives the policy the template's text of the whole conversation, which begins a sequence if rewritten.
     """
 
     def __init__(
@@ -253,10 +252,7 @@ class Session:
         return sequences_of(self._turns)
 
     def _find(self, keys: Sequence[bytes]) -> tuple[Turn | None, int]:
-        """The turn with the longest of these conversations, and its number of messages.
-
-        If there are several, one without a child is taken.
-        """
+        """The turn with the longest of these conversations, childless if possible, and its message count."""
         for count in reversed(range(len(keys))):
             if turns := self._found.get(keys[count]):
                 return next((turn for turn in reversed(turns) if not turn.children), turns[-1]), count

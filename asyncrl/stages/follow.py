@@ -19,6 +19,7 @@ from asyncrl.telemetry.fanout import Trackers, open_trackers
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 
 EVERY_S = 1.0  # between two writes of the status
+EVALUATION = "evaluate"  # the part before and after training
 
 
 class Follow(TrainerCallback):  # type: ignore[misc]
@@ -57,7 +58,8 @@ class Follow(TrainerCallback):  # type: ignore[misc]
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         state = "finished" if error is None else "stopped" if isinstance(error, SystemExit) else "failed"
-        self._show(state=state, message="the training is done" if error is None else str(error))
+        said = {"finished": "the training is done", "stopped": "asked to stop"}
+        self._show(state=state, message=said.get(state, str(error)))
         if self._trackers:
             self._trackers.close()
 
@@ -80,9 +82,9 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         beat()
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Show progress of an evaluation. It changes nothing that would have to be saved."""
+        """Show progress of an evaluation. Before and after training it changes nothing to be saved."""
         beat()
-        if self._stop.is_set() and state.global_step in (0, state.max_steps):
+        if self._stop.is_set() and doing() == EVALUATION:
             raise SystemExit(143)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:

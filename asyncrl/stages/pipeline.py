@@ -34,10 +34,7 @@ class Link:
 
 
 def planned(path: Path, overrides: Sequence[str] = ()) -> list[Link]:
-    """Return the parts after checking all of their configs, though not the files that earlier ones make.
-
-    Raises ConfigError.
-    """
+    """Check all configs, but no files that earlier parts make; return the parts. Raises ConfigError."""
     draft = read_draft(PipelineConfig, path, overrides)
     files = [path.parent / name for name in draft.config.pipeline] if draft.config else []
     for index, file in enumerate(files):

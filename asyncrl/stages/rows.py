@@ -20,8 +20,8 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "kto": (("prompt", "completion", "label"),),
     "distil": (("prompt",),),
 }
-# Columns that TRL reads besides, if a file has them.
-FURTHER = ("tools", "chat_template_kwargs", "margin")
+# Columns that TRL reads besides, if a file has them, and what a row without them has.
+FURTHER: Mapping[str, Any] = {"tools": None, "chat_template_kwargs": {}, "margin": 0.0}
 
 
 def read_rows(config: StageConfig) -> tuple[Rows, Rows | None]:
@@ -32,10 +32,7 @@ def read_rows(config: StageConfig) -> tuple[Rows, Rows | None]:
 
 
 def fixed_values(config: StageConfig) -> dict[str, Any]:
-    """Return what must not change when the stage is resumed: settings, and digests of the rows.
-
-    Raises DataError.
-    """
+    """Return what must not change on a resume: settings, and digests of the rows. Raises DataError."""
     train, held_out = read_rows(config)
     rows = {"data.train": train.fingerprint, "data.eval": held_out and held_out.fingerprint}
     return kept_values(config) | rows
@@ -44,7 +41,10 @@ def fixed_values(config: StageConfig) -> dict[str, Any]:
 def for_trl(rows: Rows, stage: str) -> list[dict[str, Any]]:
     """Return the rows with the columns that TRL reads; others may have values of two types."""
     columns = (*_columns(rows[0], stage), *FURTHER)
-    return [{name: row[name] for name in columns if name in row} for row in rows]
+    found = [{name: row[name] for name in columns if row.get(name) is not None} for row in rows]
+    # `datasets` takes the columns of the first row.
+    given = {name: FURTHER.get(name) for row in found for name in row}
+    return [given | row for row in found]
 
 
 def _checked(rows: Rows, config: StageConfig) -> Rows:

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from asyncrl.lora import adapter_plan
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.run.starts import record_start, versions
-from asyncrl.stages.follow import Follow
+from asyncrl.stages.follow import EVALUATION, Follow
 from asyncrl.stages.record import digest_of, read_stage, write_stage
 from asyncrl.stages.rows import for_trl, read_rows
 from asyncrl.stages.settings import StageConfig
@@ -69,6 +70,8 @@ def train(config: StageConfig, directory: RunDirectory, *, leads: bool = True) -
         after = _evaluated(trainer)
         if leads:
             _finish(trainer, config, directory, after)
+        else:
+            begin("end", Pace.OVER)
 
 
 def checkpoints_of(directory: RunDirectory, limit: Any = KEEP) -> CheckpointStore:
@@ -90,12 +93,14 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         arguments = getattr(trl, f"{name}Config")(**settings)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"trl: TRL refuses these settings: {error}; correct them") from error
+    # Without it each tool and each call has the arguments of all rows, as null.
+    of_rows = partial(datasets.Dataset.from_list, on_mixed_types="use_json")
     train, held_out = read_rows(config)
     trainer = getattr(trl, f"{name}Trainer")(
-        model=_model(config, arguments),
+        **_model(config, arguments),
         args=arguments,
-        train_dataset=datasets.Dataset.from_list(for_trl(train, config.stage)),
-        eval_dataset=datasets.Dataset.from_list(for_trl(held_out, config.stage)) if held_out else None,
+        train_dataset=of_rows(for_trl(train, config.stage)),
+        eval_dataset=of_rows(for_trl(held_out, config.stage)) if held_out else None,
         peft_config=_new_adapter(config),
         callbacks=[follow],
         **({"teacher_model": teacher.path} if teacher else {}),
@@ -104,6 +109,11 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
     # Whatever made it due: a step, the end of an epoch, a better measure.
     watched = while_growing("checkpoint", directory.trl_checkpoints)
     trainer._save_checkpoint = watched(trainer._save_checkpoint)
+    # transformers would go on with an epoch whose last step of training is in the checkpoint.
+    run_epoch = trainer._run_epoch
+    trainer._run_epoch = lambda **given: (
+        run_epoch(**given) if trainer.state.global_step < trainer.state.max_steps else None
+    )
     return trainer
 
 
@@ -125,16 +135,20 @@ def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
     } | ({"teacher_model_revision": teacher.revision} if teacher else {})
 
 
-def _model(config: StageConfig, arguments: Any) -> Any:
+def _model(config: StageConfig, arguments: Any) -> dict[str, Any]:
     """Return the model's name, which TRL loads, or the model with the adapter that is trained on."""
     model = config.model
     if model.lora is None or model.lora.start is None:
-        return model.path
+        return {"model": model.path}
     base = transformers.AutoModelForCausalLM.from_pretrained(
         model.path, trust_remote_code=model.trust_remote_code, **arguments.model_init_kwargs
     )
     arguments.model_init_kwargs = None
-    return PeftModel.from_pretrained(base, model.lora.start, is_trainable=True)
+    # TRL would take that of the main branch.
+    sides = dict.fromkeys(("padding_side", "truncation_side"), "left") if config.stage == "distil" else {}
+    tokenizer = transformers.AutoProcessor.from_pretrained(model.path, **model.hub_options, **sides)
+    adapted = PeftModel.from_pretrained(base, model.lora.start, is_trainable=True)
+    return {"model": adapted, "processing_class": tokenizer}
 
 
 def _new_adapter(config: StageConfig) -> LoraConfig | None:
@@ -155,7 +169,7 @@ def _evaluated(trainer: Any) -> dict[str, float]:
     """Return the measures of held-out rows; empty without such rows."""
     if trainer.eval_dataset is None:
         return {}
-    begin("evaluate", Pace.SLOW)
+    begin(EVALUATION, Pace.SLOW)
     found = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     return {name: float(value) for name, value in found.items() if not name.endswith(NOT_OF_THE_MODEL)}
 
@@ -186,6 +200,12 @@ def _as_our_errors(config: StageConfig, directory: RunDirectory) -> Iterator[Non
     except (ConfigError, DataError, RunError):
         raise
     except OSError as error:
+        # transformers raises one without a number if the hub lacks a name or cannot be reached.
+        if error.errno is None:
+            teacher = f" or teacher.path ({config.teacher.path})" if config.teacher else ""
+            found = f"cannot load model.path ({config.model.path}){teacher}: {error}"
+            cure = "correct it; for a hub name check the network, HF_TOKEN and HF_HUB_OFFLINE"
+            raise ConfigError(f"stage {config.stage}: {found}; {cure}") from error
         raise RunError(f"stage {config.stage}: {with_cure(error, directory.path)}") from error
     except (SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and lacks_gpu_memory(error):

@@ -26,8 +26,7 @@ ESS = 0.5
 # Of weights/probe_limit: a look before generators reject the weights and stop sampling.
 PROBE_SHARE = 0.75
 SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three are a pattern
-# Mean length relative to the mean of the window. Reasoning may lengthen responses over a whole run, but
-# should not double them within one window.
+# Mean length relative to the window's. Reasoning may lengthen it over a run, but not double it in a window.
 GROWTH = 2.0
 TRUNCATED = 0.5
 TOLD_STEPS = 3  # first steps in which a share of truncated responses is said that never was smaller
@@ -66,8 +65,8 @@ def _length(value: float, past: Past) -> bool:
 
 def _truncated(value: float, past: Past) -> bool:
     """Find a large share; if it was large in all first steps, only in these: the length may be the task."""
-    first = [row.get("completions/truncated_share", 0.0) for row in past.recent]
-    return value > TRUNCATED and (len(first) < TOLD_STEPS or min(first) <= TRUNCATED)
+    least = min(row.get("completions/truncated_share", 0.0) for row in (past.first, *past.recent))
+    return value > TRUNCATED and (len(past.recent) < TOLD_STEPS or least <= TRUNCATED)
 
 
 def _flat(value: float, past: Past) -> bool:

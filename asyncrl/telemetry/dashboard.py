@@ -1,7 +1,6 @@
 """The dashboard as a pure function of a state, the most urgent lines first.
 
-Every line is a `Text` cut to the width. The figures are always shown; curves, generators and samples share
-the height that is left.
+Each line is a `Text` cut to the width. Figures are always shown; curves, generators, samples share the rest.
 """
 
 import functools
@@ -155,9 +154,8 @@ def _of_stage(state: RunView, width: int) -> list[Text]:
     for name in sorted(names, key=lambda name: (name != "loss", name)):
         train, held_out = (state.history.latest(f"{kind}/{name}") for kind in ("train", "eval"))
         if train is not None or held_out is not None:
-            shown = f"{number(train):>10}" + (
-                f"  held-out {number(held_out)}" if held_out is not None else ""
-            )
+            shown = f"{number(train):>10}"
+            shown += f"  held-out {number(held_out)}" if held_out is not None else ""
             lines.append(one_line(Text.assemble((f"{visible(name):<24}", "dim"), shown), width))
     loss = state.history.series("train/loss")
     return [*lines, *(curve("train/loss", loss, width=width, height=8, style="cyan") if loss else [])]

@@ -41,9 +41,8 @@ class Exporter(Collector):
     def __init__(self, config: Config, port: int, process: str, target: Path) -> None:
         """Listen at the config's host and, counted from it for generators, `port`.
 
-        With 0, and with a message when the port is taken, any free one is used. `target` is the file that
-        tells Prometheus where this `process` listens; `close` removes it. Raises RunError if the host is no
-        address of this machine.
+        With 0, and with a message when the port is taken, any free one is used. The file `target` tells
+        Prometheus where this `process` listens; `close` removes it. Raises RunError if the host is not ours.
         """
         index = re.search(r"\d+$", process)  # of generators on one machine: g0, g1, ...
         host, port = config.telemetry.prometheus_host, port and port + (1 + int(index[0]) if index else 0)

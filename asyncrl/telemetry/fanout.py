@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from asyncrl.telemetry.trackers import JsonlTracker, TensorBoardTracker, WandbTr
 
 log = logging.getLogger(__name__)
 
-# Pause between attempts with a failing tracker. It grows, because some trackers need a minute to fail.
+# Pause after a failed attempt with a tracker. It grows, because some trackers need a minute to fail.
 BACKOFF = Backoff(1.0, 300.0)
 MOST_TOLD = 100  # metrics of which the log says that they are no numbers
 
@@ -76,21 +77,21 @@ class _Kept:
         self._opener = opener
         self._tracker: Tracker | None = None
         self._may_fail = BestEffort()
-        self._failures, self._again_at_s = 0, 0.0
+        self._failures, self._again_at_s = Counter[str](), 0.0  # failures in a row, by call
 
     def call(self, what: str, call: Callable[[Tracker], None]) -> None:
         """Call the tracker and log its failure. Never raises."""
-        now_s = time.monotonic()
-        if now_s < self._again_at_s:
+        if time.monotonic() < self._again_at_s:
             return
+        what = what if self._tracker else "open"
         with self._may_fail(f"{what} of {self._name}") as attempt:
             self._tracker = self._tracker or self._opener()
             call(self._tracker)
         if attempt.succeeded:
-            self._failures = 0
+            self._failures[what] = 0
         else:
-            self._failures += 1
-            self._again_at_s = now_s + BACKOFF.pause_s(self._failures)
+            self._failures[what] += 1
+            self._again_at_s = time.monotonic() + BACKOFF.pause_s(self._failures[what])
 
     def close(self) -> None:
         """Close the tracker and log its failure. Never raises."""

@@ -15,7 +15,7 @@ from asyncrl.telemetry.advice import waiting_for
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.dashboard import render
 from asyncrl.telemetry.history import Row, of_sets, score, set_of
-from asyncrl.telemetry.state import RECENT_STEPS, RunReader, RunView
+from asyncrl.telemetry.state import RECENT_STEPS, Note, RunReader, RunView
 from asyncrl.telemetry.text import duration, number, share, visible
 
 INTERVAL_S = 1.0  # the learner writes its status once a second
@@ -52,7 +52,8 @@ class PlainReporter:
         self._write, self._most = write, past
         self._shown: dict[int, Row] = {}  # by step: a step that is trained again has another row
         self._shown_at: dict[str, float] = {}  # time of the last line of each warning, without its numbers
-        self._noted_at = self._said_at = 0.0
+        self._notes: tuple[Note, ...] = ()  # of the last `show`
+        self._said_at = 0.0
         self._waiting = ""
 
     def show(self, state: RunView) -> None:
@@ -68,12 +69,11 @@ class PlainReporter:
         self._shown |= {step: rows[step] for step in new}
         self._most = None
         for note in state.notes:
-            if note.at > self._noted_at:
-                self._noted_at = note.at
-                shape = re.sub(r"\d+", "#", str(note))
-                if state.now - self._shown_at.get(shape, 0.0) >= REPEAT_S:
-                    self._shown_at[shape] = state.now
-                    self._say(f"! {visible(str(note))}", state.now)
+            shape = re.sub(r"\d+", "#", str(note))
+            if note not in self._notes and state.now - self._shown_at.get(shape, 0.0) >= REPEAT_S:
+                self._shown_at[shape] = state.now
+                self._say(f"! {visible(str(note))}", state.now)
+        self._notes = state.notes
         quiet_s, waiting = state.now - self._said_at, waiting_for(state)
         if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not self._shown else LONG_QUIET_S):
             self._waiting = waiting

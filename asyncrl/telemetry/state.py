@@ -139,8 +139,7 @@ class RunView:
     def eta_s(self) -> float | None:
         """Seconds left at the speed of the last steps; None if that is not known, or the run is stuck.
 
-        Steps from before a resume do not count, and neither does the slowest one: the first steps compile
-        and warm up.
+        Steps before a resume do not count, nor does the slowest step: the first ones compile and warm up.
         """
         times = [row.get("time", -1.0) for row in self.recent("time/step")]
         recent = [at for at in times if at >= (self.status.started_at if self.status else 0.0)]

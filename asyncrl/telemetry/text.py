@@ -41,7 +41,7 @@ def number(value: float | None, digits: int = 3) -> str:
     if value is None or math.isnan(value):
         return "-"
     if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"
     return f"{value:.2g}"
 
 

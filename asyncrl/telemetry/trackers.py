@@ -40,8 +40,7 @@ OVERVIEW = (
 
 
 class JsonlTracker:
-    """One object per line: `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step":
-    null`.
+    """Each line is `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step": null`.
 
     JSON has no NaN and no infinity: such a value becomes null.
     """
@@ -114,10 +113,8 @@ class WandbTracker:
         shown = [name for wanted in OVERVIEW for name in of_sets(wanted, numbers)]
         overview = {f"overview/{name.replace('/', ' ')}": numbers[name] for name in shown}
         draw = self._wandb.Histogram
-        drawn = {
-            name: draw(np_histogram=(weights, tuple(map(float, range(len(weights) + 1)))))
-            for name, weights in histograms.items()
-        }
+        edges = {name: (bins, np.arange(len(bins) + 1.0)) for name, bins in histograms.items()}
+        drawn = {name: draw(np_histogram=bins) for name, bins in edges.items()}
         self._run.log(numbers | overview | drawn | ({} if step is None else {"step": step}))
         for name in (name for wanted in SCORES for name in of_sets(wanted, numbers)):
             self._run.summary[f"{name} with error"] = score(numbers, name)
@@ -126,7 +123,7 @@ class WandbTracker:
         """Show rollouts as a table, every few steps."""
         if rows := self._tables.rows(records):
             table = self._wandb.Table(columns=list(COLUMNS), data=rows)
-            self._run.log({"step": records[-1].step, f"samples/{records[-1].kind}": table})
+            self._run.log({"step": records[-1].step, _table_of(records[-1]): table})
 
     def close(self) -> None:
         """Upload what is pending and close the run."""
@@ -171,7 +168,7 @@ class TensorBoardTracker:
         if rows := self._tables.rows(records):
             lines = [[f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)] for row in rows]
             text = _code("\n\n".join(map("\n".join, lines)))
-            self._writer.add_text(f"samples/{records[-1].kind}", text, global_step=records[-1].step)
+            self._writer.add_text(_table_of(records[-1]), text, global_step=records[-1].step)
 
     def close(self) -> None:
         """Write what is pending and close the file."""
@@ -201,6 +198,11 @@ def split(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, tup
     }
 
 
+def _table_of(record: SampleRecord) -> str:
+    """Return the name of the table: `samples/train`, `samples/eval`, of a named set `samples/eval/NAME`."""
+    return "/".join(filter(None, ("samples", record.kind, record.eval_set)))
+
+
 class SampleTables:
     """Selects the rollouts that trackers show as tables."""
 
@@ -211,9 +213,9 @@ class SampleTables:
         """Return a row of `COLUMNS` per record; no rows within `SAMPLES_EVERY` steps after the last ones."""
         if not records:
             return []
-        step, kind = records[-1].step, records[-1].kind
-        if 0 <= step - self._shown_step.get(kind, -SAMPLES_EVERY) < SAMPLES_EVERY:
+        step, table = records[-1].step, _table_of(records[-1])
+        if 0 <= step - self._shown_step.get(table, -SAMPLES_EVERY) < SAMPLES_EVERY:
             return []
-        self._shown_step[kind] = step
+        self._shown_step[table] = step
         rows = [[getattr(record, column) for column in COLUMNS] for record in records]
         return [[cell if isinstance(cell, (str, int, float)) else str(cell) for cell in row] for row in rows]

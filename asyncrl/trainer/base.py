@@ -145,10 +145,7 @@ class Trainer(Protocol):
         """What is published: the tensors that engines load, under the names that they know."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `specs`, each whole and valid until the next one, on rank 0 only.
-
-        Every rank must exhaust the iterator.
-        """
+        """Whole tensors of `specs`, valid until the next, on rank 0. Every rank must exhaust the iterator."""
 
     def export(self) -> Callable[[Path], None]:
         """Copy the policy to host memory, and return what writes it as a new Hugging Face directory.

@@ -14,8 +14,7 @@ from asyncrl.hosting.progress import doing
 def choose_device(learner: LearnerConfig, local_rank: int, *, auto: str) -> torch.device:
     """Return this rank's device, which torch then uses, and set torch's number of threads.
 
-    `auto` is the kind that `learner.device: auto` means: that of the generators on this machine. Raises
-    ConfigError if torch finds no such device.
+    `learner.device: auto` means `auto`, the local generators' kind. Raises ConfigError without such a device.
     """
     if learner.threads is not None:
         torch.set_num_threads(learner.threads)

@@ -49,8 +49,7 @@ AGREES = 0.05
 def require_agreement(config: Any) -> float | None:
     """Return the largest difference in nats; None for a model that has no miniature.
 
-    `config` is the model's of Hugging Face. The first probe judges every model again, with its weights.
-    Raises ConfigError.
+    `config` is Hugging Face's. The first probe judges each model again, with its weights. Raises ConfigError.
     """
     text = config.get_text_config()
     with torch.no_grad(), torch.random.fork_rng(devices=()), _without_warnings():

@@ -9,9 +9,8 @@ def rate_share(
 ) -> Callable[[int], float]:
     """Return a function from an optimizer step, counted from 0, to its share of the rate `lr`.
 
-    It is a schedule of transformers without the first step of a warm-up, in which the rate is 0. What it
-    falls to is the share of the first step after the run, and of all later ones. Raises ValueError or
-    TypeError for wrong `arguments`.
+    It is a schedule of transformers without the first step of a warm-up, whose rate is 0. What it falls to is
+    the share of every step after the run. Raises ValueError or TypeError for wrong `arguments`.
     """
     # Both take seconds to import, and commands read the parameters of this package's functions.
     import torch

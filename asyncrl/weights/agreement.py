@@ -99,10 +99,7 @@ def learner_fault(
 
 
 class ProbeRefused(TransferError):
-    """The weights have arrived, but the engine computes other log-probabilities than the learner.
-
-    `measured` has the fields of the report.
-    """
+    """The engine's log-probabilities of new weights differ from the learner's. `measured`: report fields."""
 
     def __init__(self, message: str, measured: dict[str, Any]) -> None:
         super().__init__(message)

@@ -2,8 +2,7 @@
 
     learner --publish (a copy)--> slots --order: where the newest version is--> generator
 
-The learner never waits for a generator. An update that misses its deadline is given up, and others go on. A
-generator always gets the newest version.
+The learner waits for no generator; each gets the newest version. A late update is given up, others go on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

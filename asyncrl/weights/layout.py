@@ -1,7 +1,6 @@
 """The position of every parameter in one flat uint8 buffer: pure arithmetic on names, dtypes and shapes.
 
-Tensors start at multiples of 64 bytes, so that any dtype can be viewed. Only the specs and the bucket size
-cross the wire.
+Tensors start at multiples of 64 bytes, so any dtype can be viewed. Only specs and bucket size cross the wire.
 """
 
 import math

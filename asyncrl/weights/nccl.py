@@ -259,10 +259,7 @@ def main() -> None:
 
 
 def _serve(asking: socket.socket, do: Callable[[dict[str, Any]], None], *, says: bool) -> None:
-    """Carry out all requests; the answer is a failure or, with `says`, that it is done.
-
-    Without `says`, the process ends if the group fails.
-    """
+    """Carry out all requests. Answer failures and, with `says`, successes; else end if the group fails."""
     with asking.makefile("rb") as requests:
         while True:
             request, answer = msgpack.unpackb(receive(requests)), {}

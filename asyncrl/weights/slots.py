@@ -40,8 +40,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14: maps all pages in one call, ten times as
 _MOST_ON_A_GPU = 2
 # A generator usually reads two in turn. A file that is kept holds its memory, even if its learner has ended.
 _MOST_KEPT = 2
-# Positions among the arguments of torch's `rebuild_cuda_tensor`: of the tensor class, the storage class and
-# the dtype; of the device.
+# Positions of arguments of torch's `rebuild_cuda_tensor`: tensor class, storage class and dtype; device.
 _CLASSES, _DEVICE = (0, 4, 5), 6
 # Whether the reader waits for an event of the learner's GPU, which it may not see.
 _WAITS = 14
@@ -239,10 +238,8 @@ def open_slot(
     """Map the slot that `Slot.describe` describes. `device` is the index of this process's GPU, if any.
 
     `keep` keeps memory of the host mapped for the slot's next versions; then nothing may write to `buffer`.
-
-    Raises:
-        TransferError: the learner is gone, this process cannot see it or its GPU, or the slot holds another
-            publication already.
+    Raises TransferError if the learner is gone, this process cannot see it or its GPU, or the slot holds
+    another publication already.
     """
     path, stamp, exported = str(described["path"]), int(described["stamp"]), described["exported"]
     try:

@@ -21,8 +21,7 @@ from asyncrl.wire.typed_messages import MessageCodec
 GROUP_LIMITS = Limits(
     kind=1, meta_bytes=1 << 16, body_bytes=(1 << 29) - (1 << 17), items=256, text_bytes=4096
 )
-# Bounds for one group. Rollouts and spans are bounded in number, because each is many times larger in memory
-# than in the frame.
+# Bounds for one group. Rollouts and spans are counted: each is many times larger in memory than in a frame.
 MAX_ROLLOUTS, MAX_SPANS, MAX_ANSWER_BYTES = 4096, 1 << 16, 1024
 # A longer `dead_reason` is cut off.
 REASON_CHARACTERS = 1000

@@ -488,6 +488,34 @@ def test_strangers_and_duplicates_are_refused_and_restarted_ones_take_their_own_
     learner.wait_until_nothing_is_read()
 
 
+def test_an_answer_in_the_tick_of_a_cancellation_leaves_it_cancelled(tmp_path):
+    """`asyncio.wait_for` of Python 3.11 forgot it, and a generator that was to end went on."""
+
+    async def scenario():
+        found = asyncio.get_running_loop().create_future()
+
+        async def find():
+            return await found
+
+        client = ControlClient(
+            f"ipc://{tmp_path}/none", heartbeat_s=600.0, timeout_s=600.0, find_learner=find
+        )
+        joining = asyncio.create_task(client.join(hello_of("a")))
+        await until(lambda: client._task)
+        finding = asyncio.create_task(client._reconnect_if_moved())
+        await asyncio.to_thread(int)  # by now both wait
+        client._answer.set_result(None)
+        found.set_result("")
+        for task in (joining, finding):
+            task.cancel()
+        await asyncio.wait([joining, finding])
+        client._timeout_s = 5.0
+        await client.leave()
+        assert (joining.cancelled(), finding.cancelled()) == (True, True)
+
+    asyncio.run(scenario())
+
+
 def hello_of(name):
     return Hello(generator_id=name, incarnation="i", release="1.0", config_hash="abc", version=0)
 

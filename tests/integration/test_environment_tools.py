@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 
@@ -12,6 +14,7 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeFailed, EpisodeSampler
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
+from asyncrl.environments.environments import REPLACE_S
 from asyncrl.environments.fork_server import ForkServer
 from asyncrl.errors import EngineError, EnvironmentFault
 from asyncrl.types import Prompt
@@ -178,8 +181,9 @@ async def rollout(session, prompt, how="sum", **columns):
         return sum(float(one.text) for one in both)
     return float(answer.text == "5")
 
-async def counting(session):
+async def counting(session, how="number"):
     """Goes on until the budget is spent."""
+    session.metrics["seen"] = {1} if how == "set" else 1
     while True:
         await session.complete("on")
 
@@ -385,6 +389,38 @@ def test_a_worker_of_tools_that_is_stopped_or_killed_is_replaced(tmp_path):
                 assert after.shown[-1][-1]["content"] == "5"
 
     asyncio.run(scenario())
+
+
+def test_workers_of_tools_that_die_at_their_start_are_replaced_with_a_pause(tmp_path, monkeypatch):
+    """As on a full disk, until there is room."""
+    begin, began_s = ForkServer.worker, []
+
+    async def begun(self, channel):
+        began_s.append(asyncio.get_running_loop().time())
+        return await begin(self, channel)
+
+    async def added(played):
+        talk = ScriptedTalk([calls(("add", {"a": 2, "b": 3})), "enough"])
+        await play(played, talk, prompt=ASK)
+        return talk.shown[-1][-1]["content"]
+
+    async def scenario():
+        async with environment(tmp_path, TOOLS, "add", workers=1) as played:
+            assert await added(played) == "5"
+            monkeypatch.setattr(ForkServer, "worker", begun)
+            directory = played._server._scratch.directory
+            shutil.rmtree(directory)
+            directory.touch()
+            [worker] = fork_server().children()
+            worker.kill()
+            await until(lambda: len(began_s) == 5)
+            directory.unlink()
+            directory.mkdir()
+            await asyncio.gather(added(played), return_exceptions=True)
+            assert await added(played) == "5"
+
+    asyncio.run(scenario())
+    assert min(later - one for one, later in pairwise(began_s)) > 0.9 * REPLACE_S
 
 
 @pytest.mark.parametrize("deaths", [1, 2, 3])
@@ -734,7 +770,11 @@ def test_a_spent_budget_and_an_engine_error_reach_the_rollout_and_the_caller(tmp
     async def scenario():
         async with environment(tmp_path, ROLLOUTS, "counting") as played:
             end = await play(played, ScriptedTalk(["on"] * 9, max_turns=4))
-            assert (end.finish_reason, end.reward, end.metrics) == ("turns", None, {"turns": 4.0})
+            assert (end.finish_reason, end.reward) == ("turns", None)
+            assert end.metrics == {"turns": 4.0, "seen": 1.0}
+
+            with pytest.raises(EnvironmentFault, match="returned a value of type set"):
+                await play(played, ScriptedTalk(["on"], max_turns=1), {"how": "set"})
 
             def broken(shown) -> Answer:
                 raise EngineError("aborted")

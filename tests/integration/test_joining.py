@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import time
 from dataclasses import replace
@@ -19,6 +20,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.cli.running import generator
 from asyncrl.commands import join as joining
 from asyncrl.commands.join import check_allowed, wishes
+from asyncrl.config.base import SECTIONS_ONLY
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
@@ -26,6 +28,7 @@ from asyncrl.control.base import Hello, Welcome
 from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CODEC
 from asyncrl.errors import ConfigError, ForeignRunError, RunError, StoreError
+from asyncrl.files import replace_text
 from asyncrl.hosting import gpus as our_gpus
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.preflight import doubts
@@ -83,7 +86,7 @@ def host(tmp_path, monkeypatch):
     (tmp_path / "join.key").chmod(0o600)
     (tmp_path / "evil.py").write_text(EVIL.format(ran=str(tmp_path / "ran")))
     monkeypatch.setenv(SECRET_FILE_VARIABLE, str(tmp_path / "join.key"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return tmp_path
 
 
@@ -101,6 +104,9 @@ ATTACKS = {
     "source.py": {"data": {"train": [{"path": "rows.jsonl", "reward": [{"function": "source.py:f"}]}]}},
     "set.py": {"data": {"eval": [{"path": "x", "environment": {"uses": "set.py:G"}}]}},
     "variable:AWS_*": {"run": {"environment": ["AWS_*"]}},
+    "rows.py": {"data": {"filter": "rows.py:kept"}},
+    "rows": {"data": {"map": "rows:made"}},
+    "variable:AWS_KEY": {"store": {"url": "rediss://generator@far/0", "password_env": "AWS_KEY"}},
 }
 
 
@@ -126,6 +132,29 @@ def test_each_wish_is_allowed_by_its_own_name_only(text):
     for others in ([], [other for other in ATTACKS if other != text], [text.upper() + "x"], [""]):
         with pytest.raises(RunError, match="you have not allowed"):
             check_allowed(wanted, others)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"model": {"lora": {}}},
+        {"algorithm": {"filters": [{"name": "zero_variance"}]}},
+        {"data": {"curriculum": {"floor": 0.1}}},
+    ],
+    ids=str,
+)
+def test_no_rule_that_asks_an_advantage_what_it_needs_loads_it_before_this_hosts_consent(
+    parts, record, host, join_here
+):
+    algorithm = {"algorithm": {"advantage": "evil.py:f", **parts.get("algorithm", {})}}
+    data = {"data": {**PLAIN["data"], **parts.get("data", {})}}
+    model = {"model": {**PLAIN["model"], **parts.get("model", {})}}
+    # With its rules, the config would load the module here.
+    forged = Config.model_validate({**PLAIN, **algorithm, **data, **model}, context=SECTIONS_ONLY)
+    record.renew(record_of(forged))
+    with pytest.raises(RunError, match=r"--allow 'evil\.py'"):
+        join_here()
+    assert not (host / "ran").exists()
 
 
 def test_a_config_without_code_needs_no_consent():
@@ -177,7 +206,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(server, record, host, join_he
             lambda: (host / "later").rename(host / "join.key"),
             lambda: None,
             # Of an earlier start, until the learner has its own there.
-            lambda: record.renew(replace(record_of(config()), release="0.0")),
+            lambda: record.renew(replace(record_of(config()), release="0.0", config_json='{"new": 1}')),
             lambda: record.renew(replace(record_of(config()), config_hash="of another config")),
             lambda: foreign.renew(replace(record_of(config()), key_id="x")),
         )
@@ -191,11 +220,11 @@ def test_a_run_that_is_not_there_yet_is_waited_for(server, record, host, join_he
 
 def test_a_config_of_the_hosts_own_needs_no_consent(server, record, host, join_here):
     wanted = config(**ATTACKS["evil.py"])
-    record.renew(replace(record_of(wanted), release="0.0"))
+    record.renew(record_of(wanted))
     (host / "own.yaml").write_text(dump_config(wanted))
     with pytest.raises(RunError, match="you have not allowed"):
         join_here()
-    with pytest.raises(RunError, match=r"is of asyncrl 0\.0"):  # asked afterwards
+    with pytest.raises(RunError, match="has another config"):  # asked afterwards
         generator(config=host / "own.yaml", store=server.url)
 
 
@@ -250,6 +279,32 @@ def test_a_host_whose_clock_is_off_says_by_how_much(record, host, join_here, mon
         with pytest.raises(InterruptedError):
             join_here()
         assert capsys.readouterr().out.count("is -90 s from that of the store; let a time service") == lines
+
+
+def test_the_directory_of_another_run_with_the_same_name_is_left_as_it_is(server, record, host, monkeypatch):
+    def start(*_, **__):
+        raise InterruptedError("as far as this test goes")
+
+    monkeypatch.setattr("asyncrl.cli.running._check_host", lambda *_: None)
+    monkeypatch.setattr(joining, "generator_maker", start)
+    wanted, own = config(), host / "runs" / "far"
+    record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
+    (own / "checkpoints").mkdir(parents=True)
+    for secret, content, error in (
+        (bytes(32), "of another run", RunError),
+        (KEYS.secret, dump_config(wanted), InterruptedError),
+    ):
+        replace_text(own / "run.key", secret.hex(), private=True)
+        (own / "config.yaml").write_text("of another run")
+        with pytest.raises(error):
+            generator(store=server.url)
+        assert (own / "config.yaml").read_text() == content
+
+
+@pytest.mark.parametrize("name", ["my host", "a/b", "x" * 198])
+def test_a_name_that_no_generator_can_have_is_refused_before_a_store_is_asked(name):
+    with pytest.raises(RunError, match=r"--name: the name '.*' is not 1 to 200 letters, .*; give another"):
+        generator(store="redis://nowhere:1/0", name=name)
 
 
 def test_the_wait_has_a_bound(record, host, join_here):

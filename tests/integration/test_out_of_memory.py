@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from asyncrl.hosting.processes import stop_processes
 from asyncrl.hosting.progress import begin
 from asyncrl.hosting.rank_group import wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
+from asyncrl.launch import training
 from asyncrl.launch.step_deaths import StepDeaths
+from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.device import naming_memory
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
@@ -118,6 +122,27 @@ def test_a_step_without_memory_ends_the_run_with_what_to_change_and_counts_as_a_
         StepDeaths(record)  # as the next start does
         assert list(json.loads(record.read_text())["steps"]["5"].values()) == [ranks], "one death more"
     assert StepDeaths(record).reason(b"group") is None
+
+
+def test_a_run_whose_memory_is_full_ends_with_the_error_of_the_message(monkeypatch) -> None:
+    """By it `LeadRun` knows that no restart follows, so that no generator waits for one."""
+    for name in ("open_images", "recipe_of", "trainer_of", "require_right_code", "signal"):
+        monkeypatch.setattr(training, name, mock.MagicMock())
+    monkeypatch.setattr(training, "certified_probe", lambda *_: ((), ()))
+    monkeypatch.setattr(training, "resume", lambda *_: (mock.Mock(), mock.Mock(version=0)))
+    ended = []
+
+    def open_lead_run(*_, **__):
+        lead = ExitStack()
+        lead.push(lambda kind, *_: ended.append(kind))
+        return lead
+
+    monkeypatch.setattr(training, "open_lead_run", open_lead_run)
+    monkeypatch.setattr(training, "run_learner", mock.Mock(side_effect=torch.OutOfMemoryError(SAID)))
+    config = mock.MagicMock(learner=LearnerConfig())
+    with pytest.raises(MemoryFullError):
+        training.train(config, *[mock.MagicMock()] * 4, Rendezvous(), *[mock.MagicMock()] * 3)
+    assert ended == [MemoryFullError]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_output_input_and_exit_status(lane: Lane) -> None:
     assert lane.run("import sys; sys.exit()").status == lane.run("raise SystemExit(0)").status == "ok"
     assert lane.run("raise SystemExit(2)").status == lane.run("import os; os._exit(1)").status == "error"
     assert lane.run("import os; os.abort()").stderr == "\nkilled by SIGABRT\n"
+    assert lane.run("import os; os.kill(os.getpid(), 40)").stderr == "\nkilled by signal 40\n"
     assert lane.run("import threading, atexit\natexit.register(print, 2)\n"
                     "threading.Timer(0.05, lambda: print(1)).start()").stdout == "1\n2\n"  # fmt: skip
     limits = "import resource\nprint(resource.getrlimit(resource.RLIMIT_CPU))"

@@ -148,7 +148,7 @@ def test_a_cut_link_or_a_dead_host_hangs_nobody_until_a_watchdog_and_the_run_goe
     run.goes_on_after(
         lambda: os.kill(run.host(1)["pid"], signal.SIGKILL), "learner-1 died (killed by SIGKILL)"
     )
-    run.goes_on_after(lambda: run.rank(0).kill(), "learner died (exit status 247)")
+    run.goes_on_after(lambda: run.rank(0).kill(), "learner died (exit status 137)")
     run.goes_on_after(
         lambda: os.kill(run.host(0)["pid"], signal.SIGKILL), "learner-0 died (killed by SIGKILL)"
     )

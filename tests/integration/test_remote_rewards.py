@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.reward_section import RewardConfig
+from asyncrl.config.reward_section import TEXT_BYTES, RewardConfig
 from asyncrl.errors import MissingLibrary, RewardError
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.opened import Rewards
@@ -244,6 +244,16 @@ def test_the_score_is_found_in_the_words_of_a_judge(template, words, params, val
     assert isinstance(found, list) and found[0].total == value
     (said,) = found[0].judgements
     assert (said.part, said.prompt, said.answer, said.score) == ("llm_judge", question, words, value)
+
+
+def test_no_more_of_the_words_of_a_judge_is_remembered_than_is_shown(template):
+    with served(lambda asked, number: chat("é" * 100_000 + '{"score": 1}')) as server:
+        rewards = judge(server.url, template)
+        (found,) = score(rewards, ["r"], answer="a")
+    assert isinstance(found, list) and found[0].total == 1.0
+    assert found[0].judgements[0].answer == "é" * (TEXT_BYTES // 2)
+    (asked,) = rewards._askers["llm_judge"]._asked.values()
+    assert len(asked.result()[1]) <= TEXT_BYTES
 
 
 def test_votes_are_asked_separately_and_averaged(template):

@@ -27,6 +27,7 @@ from asyncrl.control import scoring
 from asyncrl.control.scoring import ScorerService, endpoint_of, serve_scores
 from asyncrl.errors import ConfigError, EngineError, RewardError
 from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.launch import scorer_process
 from asyncrl.launch.scorers import scorer_specs, scorers_in
 from asyncrl.preflight.reward_trial import try_rewards
 from asyncrl.preflight.validate import validated_config
@@ -315,6 +316,34 @@ def test_what_cannot_score_is_named_before_the_run(config_file, tmp_path, overri
     with pytest.raises(ConfigError) as error:
         validated_config(config_file, [one.format(tmp_path) for one in overrides])
     assert said in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize(("gpus", "width"), [((3,), 1), ((), 2)])
+def test_a_judge_with_a_gpu_of_its_own_is_no_wider_than_that(tmp_path, monkeypatch, gpus, width):
+    """vLLM refuses more workers than GPUs that it sees; without `gpus` it sees those of the policy, too."""
+    (tmp_path / "judge.jinja").write_text("{{ response }}")
+    judge = {"function": "model_judge", "params": {"scorer": "rm", "prompt": f"{tmp_path}/judge.jinja"}}
+    config = Config.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"path": "none"},
+            "data": {"train": "none.jsonl"},
+            "generator": {"tensor_parallel": 2},
+            "learner": {"device": "cpu"},
+            "scorers": {"rm": {"model": "none", "gpus": gpus}},
+            "reward": {"functions": [judge]},
+        }
+    )
+    widths = []
+
+    async def open_engine(model, generator, *_, **__):
+        widths.append(generator.tensor_parallel)
+        raise EngineError("as far as this test goes")
+
+    monkeypatch.setattr(scorer_process, "open_engine", open_engine)
+    with pytest.raises(EngineError, match="as far"):
+        asyncio.run(scorer_process._score(config, "rm", "ipc://none"))
+    assert widths == [width]
 
 
 def test_an_error_of_a_scorer_reaches_the_caller(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -28,21 +28,21 @@ from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from tests.support.command import ASYNCRL
 from tests.support.model_faults import change
-from tests.support.stages import begun, tiny_stage
+from tests.support.stages import begun, tiny_stage, write_rows
 from tests.support.waiting import wait_until
 from tests.support.whole_run import tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
-def trained(path: Path) -> RunDirectory:
+def trained(path: Path, *, leads: bool = True) -> RunDirectory:
     """Train in this process, as `stages.process` does, from the newest checkpoint."""
     from asyncrl.stages.with_trl import train
 
     config, directory = begun(path)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        train(config, directory)
+        train(config, directory, leads=leads)
     finally:
         signal.signal(signal.SIGTERM, handler)
     return directory
@@ -94,6 +94,36 @@ def test_a_config_of_a_model_that_transformers_refuses_needs_no_restart(tmp_path
         trained(config)
 
 
+def test_each_conversation_is_rendered_with_its_own_tools_and_calls(tmp_path):
+    from asyncrl.stages.with_trl import trainer_of
+
+    template = "{{ messages | tojson }} {{ tools | tojson }} {{ thinks | default('-') }}{{ eos_token }}"
+    path = tiny_stage(tmp_path, "sft", data={"eval": None}, trl={"max_length": None})
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    calls = [[{"function": {"name": "f", "arguments": {name: 1}}}] for name in "ab"]
+    rows = [
+        {"messages": [{"role": "user", "content": "x"}]},
+        {
+            "messages": [{"role": "assistant", "tool_calls": calls[0]}],
+            "tools": [{"properties": {"a": {"type": "integer"}}}],
+            "chat_template_kwargs": {"thinks": False},
+        },
+        {
+            "messages": [{"role": "assistant", "tool_calls": calls[1]}],
+            "tools": [{"properties": {"b": {"type": "string"}}}],
+        },
+    ]
+    write_rows(tmp_path / "sft.jsonl", rows)
+    trainer = trainer_of(*begun(path), transformers.TrainerCallback())
+    render = trainer.processing_class.apply_chat_template
+    assert [row["input_ids"] for row in trainer.train_dataset] == [
+        render(
+            row["messages"], tools=row.get("tools"), return_dict=False, **row.get("chat_template_kwargs", {})
+        )
+        for row in rows
+    ]
+
+
 def improves(tmp_path: Path, stage: str, measure: str, least_gain: float) -> None:
     directory = trained(tiny_stage(tmp_path, stage))
     found = record(directory)
@@ -137,6 +167,28 @@ def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, st
         assert record(second)["before"]["loss"] == pytest.approx(record(first)["after"]["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("stage", ["sft", "distil"])
+def test_an_adapter_is_trained_on_with_the_tokenizer_of_the_bases_revision(tmp_path, monkeypatch, stage):
+    from asyncrl.stages.with_trl import trainer_of
+
+    start, revisions = tmp_path / "adapter", []
+    model = {"revision": "abc", "lora": {"rank": 8, "targets": ["q_proj"], "start": str(start)}}
+    path = tiny_stage(tmp_path, stage, model=model)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    get_peft_model(base, LoraConfig(r=8, lora_alpha=8, target_modules=["q_proj"])).save_pretrained(start)
+    load = transformers.AutoProcessor.from_pretrained
+
+    def noted(*given, **more):
+        revisions.append(more.get("revision"))
+        return load(*given, **more)
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", noted)
+    trainer = trainer_of(*begun(path), transformers.TrainerCallback())
+    assert revisions == ["abc"]
+    tokenizer = trainer.processing_class
+    assert stage == "sft" or (tokenizer.padding_side, tokenizer.truncation_side) == ("left", "left")
+
+
 def scores_are_those_of_the_adapter(directory: Path, stage: RunDirectory) -> None:
     of_scores = AutoModelForSequenceClassification.from_pretrained
     base, merged = of_scores(directory / "model", num_labels=1), of_scores(directory / "merged")
@@ -175,6 +227,30 @@ def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that
     assert not torn.exists()
     assert trained(killed).path == directory.path
     assert are_same(whole, directory, "adapter_model.safetensors")
+
+
+def test_a_stage_that_is_asked_to_stop_in_an_evaluation_ends_with_its_last_step_saved(tmp_path, monkeypatch):
+    from asyncrl.stages.follow import Follow
+
+    evaluates = {"eval_strategy": "steps", "eval_steps": 4}
+    path = tiny_stage(tmp_path, "sft", trl={"max_steps": 4, "save_steps": 1000, **evaluates})
+    on_prediction_step = Follow.on_prediction_step
+
+    def asked(self, args, state, control, **more):
+        if state.global_step == 4:
+            self._stop.set()
+        on_prediction_step(self, args, state, control, **more)
+
+    directory = begun(path)[1]
+    # First it is in the evaluation of that step, and then in that after training.
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(Follow, "on_prediction_step", asked)
+            trained(path)
+        assert directory.saved_steps().keys() == {4} and not record(directory)["finished"]
+        status = json.loads(directory.status.read_text())
+        assert (status["state"], status["message"]) == ("stopped", "asked to stop")
+    assert record(trained(path))["steps"] == 4
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -225,6 +301,11 @@ def test_a_save_may_be_slow_whatever_made_it_due(tmp_path, monkeypatch, when):
     assert found == [(progress.Pace.SLOW, b"checkpoint")] * len(directory.saved_steps()) != []
 
 
+def test_a_rank_that_has_trained_does_not_count_as_hung_while_rank_0_writes_the_model(tmp_path):
+    directory = trained(tiny_stage(tmp_path, "sft", trl={"max_steps": 1}), leads=False)
+    assert progress._own.doing == (progress.Pace.OVER, b"end") and not directory.model.exists()
+
+
 def are_same(one: RunDirectory, other: RunDirectory, name: str) -> bool:
     first, second = (load_file(run.model / name) for run in (one, other))
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
@@ -266,7 +347,8 @@ def test_a_full_disk_is_named_and_leaves_no_half_model(tmp_path, monkeypatch, wh
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    path = tiny_stage(tmp_path, "sft", trl={"max_steps": 4, "save_steps": 2})
+    settings = {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": "constant"}
+    path = tiny_stage(tmp_path, "sft", trl=settings)
     with monkeypatch.context() as patch:
         if where == "export":
             patch.setattr("asyncrl.stages.with_trl.stage_card", full)
@@ -280,7 +362,19 @@ def test_a_full_disk_is_named_and_leaves_no_half_model(tmp_path, monkeypatch, wh
     assert not directory.model.exists() and not record(directory)["finished"]
     assert json.loads(directory.status.read_text())["state"] == "failed"
     assert trained(path).model.exists()
-    assert torch.is_tensor(next(iter(load_file(directory.model / "model.safetensors").values())))
+    made, last = (
+        load_file(place / "model.safetensors")
+        for place in (directory.model, directory.trl_checkpoints / "checkpoint-4")
+    )
+    assert record(directory)["steps"] == 4, "an epoch has 8"
+    assert all(torch.equal(made[name], last[name]) for name in made)
+
+
+def test_a_model_that_the_hub_does_not_give_is_a_mistake_of_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"cannot load model\.path \(nowhere/no-model\)") as raised:
+        trained(tiny_stage(tmp_path, "sft", model={"path": "nowhere/no-model"}))
+    assert "run.root" not in str(raised.value)
 
 
 def asyncrl(*words: str, **more) -> "subprocess.CompletedProcess[str]":

@@ -508,6 +508,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
                     "[python, -c]": "found python without a script",
                     "[python, -W, ignore, score.pyy]": "did you mean `score.py`?",
                     "[python, -m, nowhere.near]": "found no module `nowhere`",
+                    "[python, -um, nowhere.near]": "found no module `nowhere`",
                     "[5]": "found 5",
                 }.items()
             ),

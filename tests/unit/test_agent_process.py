@@ -132,6 +132,38 @@ def test_without_descriptors_an_attempt_fails_and_the_next_one_is_played(tmp_pat
     assert asyncio.run(run()).reward == 1.0
 
 
+@pytest.mark.parametrize("lacks", ["threads", "a directory"])
+def test_without_threads_or_a_directory_an_attempt_is_a_fault_that_leaves_nothing(
+    tmp_path, monkeypatch, lacks
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    says = {
+        "threads": "can't start new thread",
+        "a directory": "asyncrl-agents-.*No such file or directory; give a",
+    }
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")  # as Python does
+
+    async def run():
+        environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, "-c", "")))
+        await environment.start()
+        files, tasks = psutil.Process().num_fds(), len(asyncio.all_tasks())
+        if lacks == "threads":
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+        else:
+            os.rmdir(environment._scratch.directory)
+        with pytest.raises(EnvironmentFault, match=says[lacks]) as caught:
+            await environment.play(ScriptedTalk(), ROW, prompt="", seed=7, episode=2)
+        monkeypatch.undo()
+        assert not environment.endpoint.episodes._open and psutil.Process().num_fds() <= files
+        assert caught.value.reason == "start" and len(asyncio.all_tasks()) <= tasks
+        await environment.close()
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_call_that_a_client_library_repeats_is_counted(tmp_path):
     program = """
         body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
@@ -228,6 +260,9 @@ def test_a_failed_engine_is_a_fault_even_if_the_agent_goes_on(tmp_path):
 def test_a_spent_budget_ends_the_episode_whatever_the_agent_does_then(tmp_path, reason):
     outcome = play(tmp_path, ScriptedTalk(TEXT, BudgetSpent(reason)), "ask('x'); ask('y')")  # a traceback
     assert outcome.finish_reason == reason
+    handled = "ask('x')\ntry: ask('y')\nexcept Exception: result(0.5)"
+    outcome = play(tmp_path, ScriptedTalk(TEXT, BudgetSpent(reason)), handled)
+    assert (outcome.finish_reason, outcome.reward) == (reason, 0.5)
 
 
 def test_an_agent_that_was_killed_after_its_budget_was_spent_has_failed(tmp_path):
@@ -417,8 +452,8 @@ def test_a_program_that_neither_ends_nor_writes_a_result_is_waited_for(tmp_path)
 
 
 def test_programs_are_started_few_at_a_time_and_never_by_the_thread_of_the_loop(tmp_path, monkeypatch):
-    starting, most, threads = [], [], set()
-    start = subprocess.Popen
+    starting, most, threads, looks = [], [], set(), []
+    start, look = subprocess.Popen, agent_process.end_marked
 
     def popen(*given, **options):
         starting.append(None)
@@ -433,6 +468,7 @@ def test_programs_are_started_few_at_a_time_and_never_by_the_thread_of_the_loop(
         environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, "-S", "-c", "")))
         await environment.start()
         monkeypatch.setattr(agent_process.subprocess, "Popen", popen)
+        monkeypatch.setattr(agent_process, "end_marked", lambda mark: looks.append(mark) or look(mark))
         plays = [environment.play(ScriptedTalk(), {}, prompt="", seed=0, episode=one) for one in range(8)]
         found = await asyncio.gather(*plays, return_exceptions=True)
         monkeypatch.undo()
@@ -443,6 +479,7 @@ def test_programs_are_started_few_at_a_time_and_never_by_the_thread_of_the_loop(
     assert ["without a call" in str(one) for one in found] == [True] * 8
     assert len(most) == 8 and max(most) <= agent_process.MOST_STARTING
     assert threading.get_ident() not in threads
+    assert len(looks) == len(set(looks)) == 8, "each look reads the variables of all processes"
 
 
 def test_a_group_of_episodes_that_agents_played(tmp_path):

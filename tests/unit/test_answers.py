@@ -144,6 +144,20 @@ def test_what_cannot_be_parsed_stays_in_the_text_and_is_counted(source, text):
     assert not read(source, f"{CALL}<|im_end|>", reader=reader).is_unparsed
 
 
+@pytest.mark.parametrize("call", ['["add"]', '"add"', "7"])
+def test_a_call_that_is_no_object_stays_in_the_text_of_a_template_that_makes_none_of_it(call):
+    tokenizer = tokenizer_of("qwen3")
+    fields = RESPONSE_TEMPLATE["fields"]
+    plain = {key: one for key, one in fields["tool_calls"].items() if key != "transform"}
+    tokenizer.response_template = RESPONSE_TEMPLATE | {"fields": fields | {"tool_calls": plain}}
+    renderer = TemplateRenderer(tokenizer, tokenizer.convert_tokens_to_ids(list(STOPS["qwen3"])))
+    reader = AnswerReader(tokenizer, renderer), renderer
+    assert [one.name for one in read("template", f"{CALL}<|im_end|>", reader=reader).tool_calls] == ["add"]
+    text = f"so <tool_call>{call}</tool_call>"
+    answer = read("template", text, reader=reader)
+    assert (answer.text, answer.tool_calls, answer.is_unparsed) == (text, (), True)
+
+
 def test_without_tools_the_text_is_what_was_sampled_without_special_tokens():
     answer = read("none", "one <|im_start|>two<|im_end|>", tools=())
     assert answer.text == "one two"
@@ -206,3 +220,10 @@ def test_arguments_without_end_stay_text(arguments):
     assert _arguments(arguments) == arguments
     call = {"function": {"name": "add", "arguments": arguments}}
     assert calls_of({"role": "assistant", "tool_calls": [call]}) == [("add", arguments)]
+
+
+@pytest.mark.parametrize("written", ['{"a": NaN}', '{"a": [1e999]}', {"a": -float("inf")}])
+def test_arguments_with_a_number_that_json_has_not_stay_text(written):
+    """Strict clients refuse the whole answer."""
+    arguments = _arguments(written)
+    assert arguments == (written if isinstance(written, str) else '{"a": -Infinity}')

@@ -44,13 +44,23 @@ class Failing:
     async def close(self) -> None: ...
 
 
-def answers(lost: int, lost_s: float, questions: int) -> Counter[str]:
+class Confused(Failing):
+    """A service that loses the first call, and whose later answers cannot be read."""
+
+    async def ask(self, question: Question) -> float:
+        if self._left == self._lost:
+            await elapse(LIMIT_S / 2)
+            raise Unanswered("no score", reason="unreadable")
+        return await super().ask(question)
+
+
+def answers(lost: int, lost_s: float, questions: int, kind: type[Failing] = Failing) -> Counter[str]:
     """Ask one question after the other. Returns the counts."""
     counts: Counter[str] = Counter()
     config = RewardConfig.model_validate({"functions": [], "timeout_s": LIMIT_S})
 
     async def run() -> None:
-        asker = Asker("the scorer", Failing(lost, lost_s), config, counts)
+        asker = Asker("the scorer", kind(lost, lost_s), config, counts)
         for _ in range(questions):
             question = Question(request={}, read=lambda reply: (reply, ""))
             assert await asker.answer(question) == (1.0, "")
@@ -73,3 +83,5 @@ def test_the_time_in_which_a_service_does_not_answer_is_limited():
         answers(9, 4.0, questions=1)
     with pytest.raises(RewardError, match=r"the scorer took longer than 10 s$"):
         answers(1, LIMIT_S + 1.0, questions=1)
+    with pytest.raises(RewardError, match="the scorer took longer than 10 s; the last answer: no score"):
+        answers(1, 1.0, questions=1, kind=Confused)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from asyncrl.batch.coefficients import Coefficients, acting_bonus, adapt_bonus
+from asyncrl.batch.coefficients import Coefficients, adapt_bonus
 from asyncrl.config.algorithm import EntropyConfig, KLConfig
 from asyncrl.trainer.base import StepResult
 
@@ -30,7 +30,9 @@ def test_the_bonus_grows_below_the_target_falls_above_and_stays_in_bounds(coeffi
 
 @pytest.mark.parametrize(("entropy", "acts"), [(0.5, True), (1.0, True), (1.001, False), (math.inf, False)])
 def test_the_bonus_acts_at_and_below_the_target(entropy, acts):
-    assert acting_bonus(0.3, entropy, target=1.0) == (0.3 if acts else 0.0)
+    coefficients = Coefficients(*STEERED)
+    coefficients.resume({"entropy": 0.012, "measured_entropy": entropy})
+    assert coefficients.entropy == (0.012 if acts else 0.0)
 
 
 def test_both_are_steered_by_what_a_step_measured():

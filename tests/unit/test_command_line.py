@@ -74,6 +74,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "1 problem in the command line",
         "reward: found nothing; it is needed",
     ),
+    "Logs": ("found no command `Logs`", "did you mean `logs`?"),
     "train task.yaml": ("found no command `train`", "did you mean `up`?"),
     "validate": ("found no config", "give the YAML file", "here are task.yaml"),
     "plan": ("found no config", "here are task.yaml"),
@@ -103,6 +104,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     ),
     # the file
     "validate nowhere.yaml": ("cannot read nowhere.yaml", "No such file", "give the path of a YAML file"),
+    "validate a\x1b[2J.yaml": ("cannot read a␛[2J.yaml", "give the path of a YAML file"),
     "validate tsak.yaml": ("cannot read tsak.yaml", "did you mean `task.yaml`?"),
     "validate runs/old": ("cannot read runs/old: it is a directory", "give its config, runs/old/config.yaml"),
     "validate ~/task.yaml": ("cannot read ~/task.yaml", "write ~ and variables out"),

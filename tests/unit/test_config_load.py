@@ -300,6 +300,10 @@ def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
         ("telemetry.prometheus_port=false", "found false; allowed is a whole number"),
         ("checkpoint.keep_every=true", "found true; allowed is a whole number"),
         ("batch.groups=!!int many", "found the tag"),
+        ("batch.groups=!!bool many", "found the tag"),
+        ("batch.groups=!!timestamp many", "found the tag"),
+        ("control.bind=tcp://[foo]:5555", "control.bind: 'foo' does not appear to be"),
+        ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas: found [0.9]; allowed is"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> None:
@@ -307,6 +311,19 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> 
     assert message.startswith("1 problem in"), message
     (named,) = [row for row in message.splitlines() if said in row]
     assert named.startswith(f"  override `{override}`")
+
+
+@pytest.mark.parametrize(
+    "reason", ["model: {lora: {}, path: some/model}", "data: {train: x, curriculum: {floor: 0.1}}"]
+)
+def test_an_advantage_that_cannot_be_loaded_hides_no_other_mistake(tmp_path: Path, reason: str) -> None:
+    text = "\n".join(line for line in GOOD.splitlines() if line.split(":")[0] != reason.split(":")[0])
+    text += (
+        f"\n{reason}\nalgorithm: {{advantage: absent.py:f, filters: [zero_variance]}}\nbatch: {{gropus: 3}}\n"
+    )
+    title, *lines = complaint(write(tmp_path, text)).splitlines()
+    assert title.startswith("2 problems") and "batch.gropus: found an unknown key" in lines[1]
+    assert "run.yaml:7  algorithm.advantage.name: cannot load `absent.py:f`: absent.py does not" in lines[0]
 
 
 @pytest.mark.parametrize("value", ["a#b", '"### {x}"', "'a # b'", '"#"  ', "### {x}", "a # b", "a #b #c "])

@@ -43,6 +43,7 @@ def config(**parts: Any) -> Config:
         (32, 0, 9, 9, 1),
         (1, 1, None, 1, 1),  # never below 1
         (4, 2, 9, 9, 2 + 2),
+        (30, 2, None, 27, 2 + 1),  # 0.3 * 3 * 30 is less than 27 in floating point
     ],
 )
 def test_window_and_lag_bound_follow_their_formulas(
@@ -89,6 +90,7 @@ REPEATED = JUDGE | {"pattern": "(a{4294967296})"}
             {"control": {"bind": "tcp://10.0.0.1:65536"}},
             "names port 65536; allowed is 1 to 65535",
         ),
+        ({"control": {"bind": "tcp://[::1:5555"}}, "Invalid IPv6 URL"),
         ({"store": {"bind": "tcp://10.0.0.1:0"}}, "names port 0; allowed is 1 to 65535"),
         ({"sampling": {"temperature": 0.001}}, "greater than or equal to 0.01"),
         ({"sampling": {"stop": ["END", ""]}}, "sampling.stop holds an empty text"),
@@ -676,6 +678,15 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
             "store": {"bind": "tcp://auto:16381"},
         },
         "store.bind is tcp://auto:16381, but hosts of the learner meet there",
+    ),
+    (
+        {
+            "cluster": {"kind": "slurm", "learner_hosts": 2},
+            "generator": {"count": 1},
+            "learner": {"ranks": 2},
+            "control": {"bind": "tcp://10.0.0.1:65535"},
+        },
+        "control.bind is tcp://10.0.0.1:65535, and hosts of the learner meet at the next port; choose one",
     ),
     # what the registry refuses with a better message is no crash here
     (algorithm(advantage={"name": "gdpo", "weights": 3}, correction={"name": "mask", "low": "x"}), None),

@@ -663,10 +663,14 @@ def test_without_a_terminal_warnings_of_every_process_are_told_once(tmp_path: Pa
     reporter.show(reader.read())
     # The same, within a minute.
     log_line(run.directory, "g0", "warning", "version 8 was not received: \x1b[2J no", now + 2)
+    # Of a host whose clock is behind, or whose file comes late.
+    log_line(run.directory, "g1", "warning", "found no reward", now + 0.5)
     reporter.show(reader.read())
+    reporter.show(replace(reader.read(), now=now + 600))
     assert [line for line in written if line.startswith("!")] == [
         "! g0: version 7 was not received: ␛[2J no",
         "! learner: ended by an error: ValueError: bad",
+        "! g1: found no reward",
     ]
 
 
@@ -839,7 +843,7 @@ def test_a_curve_shows_its_range_and_a_flat_one_is_where_it_should_be() -> None:
     ("shown", "expected"),
     [
         (number(None), "-"), (number(0.5123), "0.512"), (number(0.0), "0"), (number(12345.6), "1.2e+04"),
-        (number(1380.2), "1,380"),
+        (number(1380.2), "1,380"), (number(999.7), "1,000"), (number(120.4, 2), "120"), (number(99.4, 2), "99"),
         (number(1.234e-5), "1.2e-05"), (number(-3.14159), "-3.14"), (number(float("nan")), "-"),
         (share(0.031), "3.1%"), (share(0.61), "61%"), (share(0.0), "0%"), (share(None), "-"),
         (duration(5.9), "5s"), (duration(187), "3m07s"), (duration(7500), "2h05m"), (duration(86400 * 3 + 4 * 3600), "3d04h"),

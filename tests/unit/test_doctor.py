@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from asyncrl.buffer.probe import StoreProbe
+from asyncrl.errors import MissingLibrary
+from asyncrl.preflight import doctor
 from asyncrl.preflight.checks import host, stack
 from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Check, Outcome, doubtful, execute, fine, wrong
@@ -215,6 +218,17 @@ def test_a_stores_clock_that_is_off_is_told():
     assert run.store_finding(well, "here").verdict == "ok"
     finding = run.store_finding(StoreProbe(version="Valkey 9", seconds=0.01, skew_s=-61.0), "there")
     assert finding.verdict == "warning" and "-61.0 s" in finding.found and "time service" in finding.fix
+
+
+def test_a_library_that_the_config_needs_and_is_missing_is_one_failed_check(monkeypatch):
+    def validated(*arguments):
+        raise MissingLibrary("the package pillow is not installed")
+
+    monkeypatch.setattr(doctor, "validated_config", validated)
+    monkeypatch.setattr(doctor, "machine_checks", lambda config: [Check("disk", lambda: fine("ok"), "")])
+    config, disk = doctor.examine(Path("run.yaml"), [])
+    assert config.finding.verdict == "failed" and "pillow" in config.finding.found
+    assert disk.finding.verdict == "ok"
 
 
 def test_the_last_line_and_the_values_for_scripts():

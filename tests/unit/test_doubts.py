@@ -51,6 +51,10 @@ def said_of(text: str, *overrides: str) -> list[str]:
     ("overrides", "said"),
     [
         (("data.eval=train.jsonl",), "data.eval is data.train (train.jsonl): the evaluation is not held out"),
+        (
+            ("data.train=owner/name", "data.template='Q: {question'"),
+            "data.template is not a valid template (expected '}' before end of string); set {column} for a column",
+        ),
         (("data.eval=null", "eval.every=5"), "eval is set, but data.eval is not: nothing is evaluated"),
         (
             ("algorithm.aggregation={name: seq-mean-token-sum-norm, scale: 512}",),

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.errors import EngineError
 from tests.support.agent_talks import CHARACTERS, ScriptedTalk, engine_talk
-from tests.support.waiting import LONG_S, until, wait_until
+from tests.support.waiting import LONG_S, turns, until, wait_until
 
 CALL = ToolCall(id="abcdef010", name="add", arguments={"a": 1, "b": 2})
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
@@ -328,6 +330,34 @@ def test_if_one_of_several_choices_fails_the_others_end():
         assert ended == [True, True]
 
     serve(Talk(), play)
+
+
+def test_choices_that_wait_for_tokens_end_with_the_one_that_fails():
+    """Its failure wakes them and cancels them in the same moment."""
+    engine = FakeEngine()
+    begun, running = [], []
+
+    async def sample(prompt_ids, count, spec, **more):
+        begun.append(count)
+        await turns(1)
+        if len(begun) == 1:
+            raise EngineError("gone")
+        running.append(spec)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            running.remove(spec)
+
+    engine.sample = sample
+    talk, _ = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=400))
+
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, {"messages": QUESTION, "n": 3})
+        assert answer.status_code == 503
+        await turns(9)
+        assert not running
+
+    serve(talk, play)
 
 
 @pytest.mark.parametrize("budget", ["length", "turns"])
@@ -1195,6 +1225,27 @@ def test_with_few_descriptors_callers_are_refused_and_do_not_wait_for_one():
         assert answer.json()["choices"][0]["message"]["content"] == "two words"
         server.stdin.close()
         assert "Traceback" not in server.stderr.read()
+
+
+def test_each_endpoint_of_a_process_without_descriptors_refuses_its_callers():
+    """Tasks with environments of their own have an endpoint each."""
+    with contextlib.ExitStack() as opened:
+        pairs = []
+        for _ in range(2):
+            server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            listener = opened.enter_context(agent_server._Listener(fileno=os.dup(server.fileno())))
+            caller = opened.enter_context(socket.create_connection(server.getsockname(), timeout=LONG_S))
+            pairs.append((listener, caller))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = next(one for one in range(limits[0]) if not os.path.lexists(f"/proc/self/fd/{one}"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            for listener, caller in pairs:
+                with pytest.raises(BlockingIOError):
+                    listener.accept()
+                assert caller.recv(1) == b""
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize(

@@ -196,24 +196,27 @@ def test_the_end_waits_for_rounds_that_are_open_and_for_nothing_else(monkeypatch
     assert one.wait(1.0) == []
 
 
-@pytest.mark.parametrize(("every_s", "complete"), [(140.0, 1), (170.0, 0)])
-def test_the_last_round_may_last_while_groups_arrive(monkeypatch, caplog, every_s, complete):
+@pytest.mark.parametrize(
+    ("every_s", "complete", "stopped_s"), [(140.0, 1, 0.0), (170.0, 0, 0.0), (80.0, 1, 9000.0)]
+)
+def test_the_last_round_may_last_while_groups_arrive(monkeypatch, caplog, every_s, complete, stopped_s):
+    """The time in which the whole run was suspended, here after 50 s, is no silence."""
     buffer = MemoryBuffer(BufferRules(groups=N, lease_s=1e6))
     one, peer, now = evaluation(buffer), buffer.peer(), SimpleNamespace(s=0.0)
     ids = [ticket.id for ticket in peer.lease("g", N).tickets]
 
     def sleep(_):
-        now.s += 10.0
-        if ids and now.s >= (N + 1 - len(ids)) * every_s:
+        now.s += 10.0 + stopped_s * (now.s == 50.0)
+        if ids and now.s >= (N + 1 - len(ids)) * every_s + stopped_s:
             peer.put("g", ids[0], encode_group(group_of(ids.pop(0), 1.0)))
 
     clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
     monkeypatch.setattr("asyncrl.evaluation.time", clock)
-    monkeypatch.setattr("asyncrl.launch.taking.time", clock)
+    monkeypatch.setattr("asyncrl.hosting.progress.time", clock)
     taking = Taking(Mock(), Mock(), [one], deaths=Mock(), stall_s=150.0)
     assert sum(map(len, taking.last_rounds(0))) == complete
     assert ("1 rounds of evaluation are left out" in caplog.text) == (not complete)
-    assert now.s == pytest.approx(N * every_s if complete else 150.0, abs=20.0)
+    assert now.s == pytest.approx(N * every_s + stopped_s if complete else 150.0, abs=20.0)
 
 
 def test_a_wiped_store_only_costs_asking_again():

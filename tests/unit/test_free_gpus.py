@@ -1,6 +1,10 @@
 """An engine next to a run: it takes the GPUs with the most free memory, and no more of them than is free."""
 
+import asyncio
 import os
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 from asyncrl.config.load import load_config
 from asyncrl.engine.vllm.args import engine_args
 from asyncrl.errors import DataError
+from asyncrl.hosting.gpus import VARIABLE, visible_devices
 from asyncrl.hosting.machine import Machine, read_shape
 from asyncrl.hosting.memory_use import generator_kv_bytes
 from asyncrl.results import engine_process
@@ -16,6 +21,7 @@ from tests.support.gpu_tools import ROWS, tool
 from tests.support.whole_run import tiny_run
 
 TOTAL_MIB = 81559
+FULL_SECOND = Machine(memory_bytes=0, gpu_bytes=(TOTAL_MIB << 20,) * 2, others_bytes=(0, TOTAL_MIB << 20))
 
 
 @pytest.fixture
@@ -67,6 +73,32 @@ def test_the_config_sets_upper_limits(config):
     assert (generator.gpu_memory_utilization, generator.kv_cache_gib) == (0.5, 2)
     _, generator = room_on_gpus(config("generator.gpu_memory_utilization=0.5", used=(61234, 61234)))
     assert generator.gpu_memory_utilization == pytest.approx(0.97 - 61234 / TOTAL_MIB)
+
+
+def test_scorers_get_their_gpus_of_all_and_load_before_the_engine_looks_for_room(config, monkeypatch):
+    made, seen = config(used=(70000, 4)), []
+
+    @contextmanager
+    def started_scorers(config):
+        seen.append(("scorers", os.environ[VARIABLE], visible_devices((1,))))
+        monkeypatch.setattr(engine_process, "this_machine", lambda device: FULL_SECOND)
+        yield Path()
+
+    async def open_engine(*given, **more):
+        seen.append(("engine", os.environ[VARIABLE]))
+        return mock.AsyncMock()
+
+    monkeypatch.setattr(engine_process, "started_scorers", started_scorers)
+    monkeypatch.setattr(engine_process, "open_engine", open_engine)
+    players = mock.Mock(start=mock.AsyncMock(), close=mock.AsyncMock())
+    monkeypatch.setattr(engine_process.Players, "of", lambda *_: players)
+
+    async def sample():
+        async with engine_process.sampler_of(made, mock.Mock(), "eval", ()):
+            pass
+
+    asyncio.run(sample())
+    assert seen == [("scorers", "0,1", "1"), ("engine", "0")], "the scorer has filled GPU 1"
 
 
 def test_a_cpu_has_no_shares(config):

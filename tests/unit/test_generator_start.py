@@ -1,10 +1,14 @@
 import asyncio
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.errors import ControlError, ForeignRunError, StoreError, StoreRefused
-from asyncrl.launch import calling
+from asyncrl.launch import calling, generator_process
+from asyncrl.launch.players import Players
+from asyncrl.run.starts import code_of
 
 STORE = SimpleNamespace(url="redis://s")
 
@@ -39,3 +43,38 @@ def test_it_does_not_wait_for_ever_and_tells_what_it_found_last(monkeypatch):
         ControlError, match=r"redis://s: .* without a learner; start it\. Last: serves no run yet"
     ):
         asyncio.run(calling._control_endpoint(STORE, Record(StoreError("serves no run yet"))))
+
+
+def test_a_generator_joins_with_the_code_that_it_runs_if_that_changed_while_it_read_its_prompts(
+    tmp_path, monkeypatch
+):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def f(response): return 0.0")
+    config = Config.model_validate(
+        {
+            "run": {"name": "far"},
+            "model": {"path": "none"},
+            "data": {"train": "none.jsonl"},
+            "reward": {"functions": [{"function": f"{reward}:f"}]},
+        }
+    )
+    hello, before = calling.hello_of(config, "g0", confirm=False), code_of(config)
+    ran = mock.AsyncMock()
+
+    def prompts_of(config):
+        reward.write_text("def f(response): return 1.0")
+        return mock.Mock(fingerprint="rows")
+
+    monkeypatch.setattr(generator_process.PromptSource, "of", prompts_of)
+    monkeypatch.setattr(Players, "start", mock.AsyncMock())
+    monkeypatch.setattr(Players, "sampler", mock.Mock())
+    monkeypatch.setattr(generator_process, "open_engine", mock.AsyncMock())
+    monkeypatch.setattr(generator_process, "call_learner", mock.AsyncMock())
+    monkeypatch.setattr(generator_process, "usable", lambda endpoint: ("tcp",))
+    monkeypatch.setattr(generator_process, "resolve_device", lambda config: "cpu")
+    monkeypatch.setattr(generator_process, "open_generator", lambda *_, **__: mock.Mock(run=ran))
+    asyncio.run(
+        generator_process._generate(config, hello, None, mock.Mock(), mock.Mock(), tmp_path, mock.Mock())
+    )
+    (joined,) = ran.call_args.args
+    assert joined.code == code_of(config) != before and joined.incarnation == hello.incarnation

@@ -22,7 +22,16 @@ from asyncrl.cluster import slurm, slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.kubernetes import rendered
-from asyncrl.cluster.plans import described, generators_plan, learner_plans, reachable, store_url
+from asyncrl.cluster.plans import (
+    NODE,
+    NODES,
+    described,
+    generators_plan,
+    learner_plans,
+    node_plan,
+    reachable,
+    store_url,
+)
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
 from asyncrl.commands import hosts as hosts_command
@@ -555,6 +564,22 @@ def test_a_run_goes_on_without_a_host_that_is_added_or_was_lost_and_says_what_it
     assert [record.getMessage() for record in caplog.records] == [
         f"generators-{index} is pending: job 7: Resources" for index in (0, 1)
     ]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.9", "fd00::9"])
+def test_each_host_gets_the_learners_address_as_its_command_reads_it(address, tmp_path):
+    """A URL has brackets around an IPv6 address, as `store_url` and `filled_in` have it for a known one."""
+    engine, ours = Engine(), config(cluster=TWO)
+    generators = generators_plan(ours, tmp_path / "hosts.yaml", 0, None, on_gpus=False)
+    plans = {plan.name: plan for plan in [*learner_plans(ours, tmp_path / "f", on_gpus=False), generators]}
+    hosts = Hosts(engine, 100.0, lambda states: None, plans)
+    engine.found["learner-0"] = HostState(phase="running", address=address)
+    for name in ("learner-1", "generators-0"):
+        hosts.start(host_spec(plans[name], tmp_path))
+    started = {name: words.split() for name, words in engine.started}
+    assert started["learner-1"][-1] == address and store_url(ours, address) in started["generators-0"]
+    nodes = {NODES: f"{address}\n10.0.0.2", NODE: "1", "ASYNCRL_SECRET": "00" * 32}
+    assert store_url(ours, address) in node_plan(config(), tmp_path / "f", nodes).argv
 
 
 def test_a_host_that_finds_no_place_is_named_with_what_it_waits_for():

@@ -309,7 +309,7 @@ def test_what_was_issued_before_the_learner_came_is_not_held_against_its_filters
 def test_a_run_that_rejects_every_group_ends_however_slowly_they_come(buffer, monkeypatch):
     """The silence before each has the store repaired, and the repair must forget no rejection."""
     now_s = [0.0]
-    monkeypatch.setattr("asyncrl.buffer.stall.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     one = intake(buffer, judge=lambda group, version: "zero_variance", max_refills=2, stall_s=1800.0)
     recoveries, mend = [], buffer.recover
     monkeypatch.setattr(
@@ -355,11 +355,22 @@ def test_a_stall_is_an_error_with_advice(buffer):
         one.poll(0, wait_s=0.01)
 
 
+def test_a_run_that_was_suspended_as_a_whole_has_not_stalled(buffer, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    one = intake(buffer, stall_s=1800.0)
+    for now_s[0] in (0.0, 1.0, 3600.0, 90000.0, *(90000.0 + 30.0 * poll for poll in range(1, 56))):
+        assert one.poll(0, wait_s=0.0) is None
+    with pytest.raises(RunError, match=r"no group arrived for 18\d\d s"):
+        for now_s[0] in range(91680, 91860, 30):
+            one.poll(0, wait_s=0.0)
+
+
 def test_a_store_that_keeps_tickets_from_everybody_is_mended_before_the_run_counts_as_stalled(
     buffer, monkeypatch
 ):
     now_s = [0.0]
-    monkeypatch.setattr("asyncrl.buffer.stall.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     one = intake(buffer, stall_s=1800.0)
     generate(buffer.peer(), 8)
     kept = buffer._store.ready

@@ -1,14 +1,17 @@
 """The hosts of a learner meet only if they agree, and what ends an attempt on one ends it on all."""
 
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
-from asyncrl.control.meeting import OVER, FollowerHost, LeadHost, Terms
+from asyncrl.control.meeting import OVER, Ended, FollowerHost, LeadHost, Meeting, Terms
 from asyncrl.errors import RunError
+from asyncrl.hosting.progress import Attention
 from asyncrl.run.keys import RunKeys
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
@@ -173,6 +176,41 @@ def test_the_end_of_rank_0_is_that_of_all(hosts, status):
     assert ends(host) == status
 
 
+def loses_first(lead, kind):
+    """The connection breaks while `lead` sends the first message of `kind`."""
+    send, lost = lead._send, []
+
+    def sent(peer, message):
+        if isinstance(message, kind) and not lost:
+            lost.append(message)
+            return True
+        return send(peer, message)
+
+    lead._send = sent
+
+
+def test_hosts_meet_though_the_word_is_lost(hosts):
+    lead, host = hosts(0), hosts(1)
+    loses_first(lead, Meeting)
+    waiting = Meets(host)
+    port = lead.meet()
+    wait_until(lambda: lead.look() is not None or waiting.found, 30)
+    assert waiting.found == port and (lead.look(), host.look()) == (None, None)
+
+
+def test_a_host_learns_how_it_ended_though_the_word_is_lost(hosts, monkeypatch):
+    monkeypatch.setattr("asyncrl.control.meeting._FAREWELL_S", 60.0)
+    lead, host = together(hosts, silent_s=30.0)
+    loses_first(lead, Ended)
+    lead.finish(0)
+    closing = threading.Thread(target=lead.close)
+    closing.start()
+    assert host.finish(0) == 0
+    host.close()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
 def test_a_host_that_gets_no_core_for_a_while_still_hears_how_it_ended(hosts):
     lead, host = together(hosts, silent_s=30.0)
     lead.finish(0)
@@ -217,6 +255,18 @@ def test_who_is_missing_is_named_and_nobody_waits_for_ever(hosts):
         hosts(0, hosts=3, pending_s=0.2).meet()
     with pytest.raises(RunError, match=r"no learner answered at tcp.* for 0\.2 s; check that it runs"):
         hosts(1, pending_s=0.2).meet()
+
+
+def test_a_host_that_waits_while_its_job_is_suspended_goes_on(hosts, monkeypatch):
+    lead, host, waiting, now_s = hosts(0), hosts(1), [], [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=time.sleep)
+    monkeypatch.setattr("asyncrl.control.meeting.time", clock)
+    lead._attention = Attention(clock.monotonic)
+
+    # The lead looks at its clock after the first, and before the last.
+    events = [lambda: waiting.append(Meets(host)), lambda: now_s.insert(0, 3600.0)]
+    monkeypatch.setattr("asyncrl.control.meeting.beat", lambda: events and events.pop()())
+    assert lead.meet() == waiting[0]()
 
 
 def test_generators_cannot_come_as_ranks(hosts):

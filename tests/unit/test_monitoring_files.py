@@ -24,6 +24,18 @@ RULES = [
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
+OF_SETS = {
+    f"asyncrl_eval_{of_set}{error}{name}"
+    for of_set in ("", "math_", "base_")
+    for error in ("", "se_")
+    for name in ("accuracy", "reward_mean")
+}
+"""Names of one unnamed and two named sets of `data.eval`."""
+CHOSEN = {
+    "panel Alarms": {f"asyncrl_alarm_{name}" for name in ALARMS},
+    "panel Reward": {name for name in OF_SETS if name.endswith("accuracy") and "_se_" not in name},
+}
+"""What is meant where a pattern chooses among names."""
 OF_EACH_PROCESS = {"asyncrl_progress_age_seconds", "asyncrl_stall_seconds"}
 LABELS = {"run", "process", "job", "place", "event", "generator", "state", "bin"}
 
@@ -62,21 +74,27 @@ def exported() -> set[str]:
     names |= {prometheus_name(f"{pair}/ess")[0] for pair in ("mismatch", "policy", "drift")}
     for family in status_families(snapshot(), max_bytes=1.0):
         names.add(f"{family.name}_total" if isinstance(family, CounterMetricFamily) else family.name)
-    return names | OF_EACH_PROCESS
+    return names | OF_EACH_PROCESS | OF_SETS
 
 
 @pytest.mark.parametrize(("where", "expression"), expressions())
 def test_everything_that_is_asked_can_be_told(where: str, expression: str) -> None:
     known = exported()
     asked = set(re.findall(r"\basyncrl_\w+(?![\w.])", re.sub(r'"[^"]*"', '""', expression)))
-    patterns = re.findall(r'__name__=~"([^"]+)"', expression)
+    patterns = re.findall(r'__name__(=~|!~)"([^"]+)"', expression)
     assert asked <= known, where
     assert asked or patterns or "up{" in expression, where
-    for pattern in patterns:
-        assert {name for name in known if re.fullmatch(pattern, name)} == {
-            prometheus_name(f"alarm/{name}")[0] for name in ALARMS
+    if patterns:
+        wanted = [(operator == "=~", pattern) for operator, pattern in patterns]
+        chosen = {
+            name for name in known if all(bool(re.fullmatch(one, name)) == is_so for is_so, one in wanted)
         }
+        assert chosen == CHOSEN[where]
     assert set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', expression)) - {"__name__"} <= LABELS, where
+
+
+def test_names_that_only_a_run_knows_are_asked_by_a_pattern() -> None:
+    assert {where for where, expression in expressions() if "__name__" in expression} == set(CHOSEN)
 
 
 def test_only_what_never_falls_is_asked_for_its_rate() -> None:

@@ -2,16 +2,23 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.lanes import group_limits
-from asyncrl.results import play
+from asyncrl.engine.episodes import EpisodeFailed
+from asyncrl.errors import AsyncRLError, ConfigError, RewardError
+from asyncrl.hosting.environment import PARENT_VARIABLE
+from asyncrl.results import engine_process, play
 from asyncrl.results.play import _lines, pieces, plain
+from asyncrl.rewards.batches import Divisible
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from tests.support.characters import character_tokenizer
 from tests.support.task_config import config_of
@@ -58,6 +65,17 @@ def test_an_episode_is_shown_with_its_text_ids_versions_and_reward():
     assert lines[-1] == "  turns: reward 0.5 (environment 1); turns 2"
 
 
+def test_no_text_of_an_episode_moves_the_cursor_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {"row": {"a": "\x9b2J"}, "metrics": {"b\x7f": 1.0}, "end": "stop", "reward": 1.0, "parts": {}}
+    group["sequences"] = [[("action", 0, "\x1b[2J\u202e\n", [1])]]
+    monkeypatch.setattr(play, "ask", lambda *_: [group])
+    assert list(play.play_rows(Path("task.yaml"), [], 1)) == [
+        'row {"a": "\\u009b2J"}',
+        '  action v0   "\\u001b[2J\\u202e\\n"  [1]',
+        "  stop: reward 1 (); b␡ 1",
+    ]
+
+
 def test_no_teacher_is_asked(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
@@ -82,3 +100,32 @@ def test_no_teacher_is_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(play, "plain", lambda group, prompts: {})
     asyncio.run(play._play(config, "1"))
     assert group_limits(config, 64)[0].required and asked == [()]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (EpisodeFailed("line 3 of task.py", "died"), RewardError),
+        (Divisible("line 3 of task.py"), RewardError),
+        (ConfigError("line 3 of task.py"), ConfigError),
+    ],
+)
+def test_an_error_keeps_its_message_wherever_its_class_is_defined(
+    error: AsyncRLError, raised: type[AsyncRLError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(config: object) -> None:
+        raise error
+
+    def status_of(argv: list[str]) -> object:
+        monkeypatch.setattr(sys, "argv", argv[argv.index("m") :])
+        with pytest.raises(SystemExit) as ended:
+            engine_process.serve(work)
+        return ended.value.code
+
+    monkeypatch.setenv(PARENT_VARIABLE, "1")
+    monkeypatch.setattr(engine_process, "die_with_parent", lambda pid: None)
+    monkeypatch.setattr(engine_process, "load_config", lambda path, overrides: None)
+    monkeypatch.setattr(engine_process, "_status_of", status_of)
+    with pytest.raises(raised, match=r"^line 3 of task\.py$") as found:
+        engine_process.ask("m", Path("task.yaml"), [])
+    assert type(found.value) is raised

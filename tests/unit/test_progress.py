@@ -95,6 +95,17 @@ def test_a_slow_one_that_hangs_is_found(pair):
     assert watch.look(1001.0) == "rank 0 made no progress for 1001 s in `hooks`"
 
 
+def test_whose_work_is_done_may_be_silent_and_hides_no_other(pair):
+    """A rank that has trained, while rank 0 evaluates, exports and pushes."""
+    watch, rank_0, rank_1 = pair
+    rank_1.begin("end", Pace.OVER)
+    rank_0.begin("last evaluation")
+    for now_s in range(0, 100_000, 90):
+        rank_0.beat()
+        assert watch.look(float(now_s)) is None
+    assert watch.look(now_s + 101.0) == "rank 0 made no progress for 101 s in `last evaluation`"
+
+
 def test_silence_that_nobody_could_hear_is_nobodys_fault(pair):
     """The supervisor was stopped, or the machine starved it: the clock of its judgement stood still."""
     watch, rank_0, rank_1 = pair

@@ -1,13 +1,17 @@
 """Pushes to a hub: a local server that answers as the API of huggingface.co does, and one that does not."""
 
 import base64
+import inspect
+import itertools
 import json
 import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from huggingface_hub import constants
@@ -15,6 +19,7 @@ from huggingface_hub import constants
 from asyncrl.config.checkpoint_section import HubConfig
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch import learner_parts
 from asyncrl.preflight.outside import outside_problems
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.pushes import LINKS, Pushes, refusal
@@ -129,14 +134,15 @@ def test_a_resumed_run_goes_on_without_its_hub_and_pushes_what_it_has(
 ) -> None:
     hub.refuses = "/create"
     save(tmp_path, 4)
+    (tmp_path / LINKS / "of a killed process").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "asyncrl"):
         pushes = Pushes(HUB, tmp_path, threading.Event(), step=4)
-    assert "me/model cannot be made or written" in caplog.text
+    assert "me/model cannot be made or written" in caplog.text and not (tmp_path / LINKS).exists()
     pushes.finish()
     assert [title for title, _ in hub.commits] == ["step 4"]
 
 
-@pytest.mark.parametrize(("limit_s", "why"), [(600.0, "the run was stopped"), (0.0, "more than 0 s")])
+@pytest.mark.parametrize(("limit_s", "why"), [(600.0, "the run was stopped"), (2.0, "more than 2 s")])
 def test_a_run_ends_without_a_push_that_hangs(
     hub: Hub,
     tmp_path: Path,
@@ -146,11 +152,14 @@ def test_a_run_ends_without_a_push_that_hangs(
     why: str,
 ) -> None:
     monkeypatch.setattr("asyncrl.run.pushes.LAST_S", limit_s)
+    clock = SimpleNamespace(monotonic=itertools.count().__next__)
+    monkeypatch.setattr("asyncrl.run.pushes.time", clock)
+    monkeypatch.setattr("asyncrl.run.pushes.beat", beat := Mock())
     stop, released = threading.Event(), threading.Event()
     pushes = Pushes(HUB, tmp_path, stop)
 
     def hang(**options: object) -> None:
-        if limit_s:
+        if limit_s > 2.0:
             stop.set()
         released.wait()
 
@@ -160,6 +169,7 @@ def test_a_run_ends_without_a_push_that_hangs(
     with caplog.at_level(logging.WARNING, "asyncrl"):
         pushes.finish()
     assert why in caplog.text and "hf upload me/model" in caplog.text
+    assert beat.called or stop.is_set(), "a short control.slow_s does not end the learner that waits"
     assert all(one.daemon for one in threading.enumerate() if one.name == "push")
     released.set()
 
@@ -183,6 +193,18 @@ def test_what_would_be_refused_is_named_before(
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the hub refuses to say whose token this is" in refusal(HUB)
+
+
+def test_no_generator_joins_a_run_that_its_hub_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ("open_reporting", "open_taking", "open_publisher", "open_hub", "open_judged", "open_page")
+    opened = {name: Mock() for name in (*parts, "record_start", "key_id", "claim_store")}
+    for name, opens in opened.items():
+        monkeypatch.setattr(learner_parts, name, opens)
+    monkeypatch.setattr(Pushes, "__init__", Mock(side_effect=ConfigError("checkpoint.hub.repo: no rights")))
+    names = inspect.signature(learner_parts.open_lead_run).parameters
+    with pytest.raises(ConfigError, match="no rights"):
+        learner_parts.open_lead_run(**dict.fromkeys(names, MagicMock()))
+    assert opened["open_publisher"].called and not opened["open_hub"].called
 
 
 def test_a_run_that_has_saved_something_is_resumed_without_its_hub(

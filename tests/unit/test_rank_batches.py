@@ -11,6 +11,7 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import WireError
+from asyncrl.hosting import progress
 from asyncrl.launch import learner_runs
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.same_bytes import END, STOP
@@ -121,6 +122,21 @@ def test_a_frame_that_is_changed_between_ranks_is_noticed_by_its_digest() -> Non
         assert mine.result().takes == 1
         with pytest.raises(WireError, match="checksum"):
             others.result()
+
+
+def test_the_other_ranks_do_not_count_as_hung_while_rank_0_ends_the_run(monkeypatch: Any) -> None:
+    """Their process ends, or waits within NCCL for that of rank 0, whose own end has a limit."""
+    board, place = progress.Board(["rank"]), progress._Place()
+    place.memory = board._memory
+    monkeypatch.setattr(progress, "_own", place)
+    ends = [follower_run(mock.Mock()), lead_run(mock.Mock(), mock.Mock(**{"last_rounds.return_value": []}))]
+    found = []
+    for run in ends:
+        run.finish()
+        watch = progress.Watch(board.signs, progress.Limits(hang_s=300.0, slow_s=1800.0))
+        watch.look(0.0)
+        found.append(watch.look(1801.0))
+    assert found == [None, "rank made no progress for 1801 s in `end`"]
 
 
 def test_a_step_has_the_frame_of_each_of_its_groups() -> None:

@@ -10,10 +10,13 @@ import sys
 import psutil
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.hosting import processes, rank_group
 from asyncrl.hosting.processes import stop_processes
 from asyncrl.hosting.rank_group import GRACE_S, begin, free_port, leave, start_ranks, wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
+from asyncrl.launch import ranks
+from asyncrl.launch.ranks import only_host, run_ranks
 
 
 class Clock:
@@ -100,6 +103,50 @@ def test_ranks_that_are_asked_to_leave_get_the_time_that_they_need_to_save(clock
     stop_processes(one_dies, grace_s=GRACE_S)
     assert one_dies[1].killed, "without the other it can save nothing"
     assert clock.now_s - began_s < 5.1 + GRACE_S
+
+
+def test_a_rank_that_a_signal_ends_gives_the_status_that_shells_give(tmp_path):
+    """Its parent exits with it: 247, which is -9, would tell nobody of SIGKILL."""
+    assert run_ranks(["sh", "-c", "kill -9 $$"], 2, only_host(tmp_path / "lock")) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("bind", "hosts", "words", "address"),
+    [
+        ("tcp://192.168.1.5:7000", 2, [], "192.168.1.5"),
+        ("tcp://192.168.1.5:7000", 2, ["--host", "1", "--learner", "10.2.0.5"], "192.168.1.5"),
+        ("auto", 2, ["--host", "1", "--learner", "10.2.0.5"], "10.2.0.5"),
+        (None, 2, ["--host", "1", "--learner", "fd00::5"], "fd00::5"),
+        (None, 1, [], "127.0.0.1"),
+    ],
+)
+def test_the_ranks_of_all_hosts_meet_where_rank_0_listens(monkeypatch, bind, hosts, words, address):
+    """Which `control.bind` says, if the cluster knows host 0 by the address of another network."""
+    values = {
+        "run": {"name": "far"},
+        "model": {"path": "none"},
+        "data": {"train": "none.jsonl"},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "learner": {"ranks": 2},
+        "generator": {"count": 1},
+        "cluster": {"kind": "local", "learner_hosts": hosts},
+        "control": {"bind": bind},
+    }
+    told = []
+
+    def run_ranks(*_, address, **__):
+        told.append(address)
+        return 0
+
+    monkeypatch.setattr(sys, "argv", ["ranks", "--store", "redis://s", "--config", "f", *words])
+    monkeypatch.setenv("ASYNCRL_SECRET", "00" * 32)
+    monkeypatch.setattr(ranks, "load_config", lambda path: Config.model_validate(values))
+    monkeypatch.setattr(ranks, "setup_logging", lambda *_, **__: None)
+    monkeypatch.setattr(ranks, "run_role", lambda role: role())
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    with pytest.raises(SystemExit):
+        ranks.main()
+    assert told == [address]
 
 
 RANK = """

@@ -10,6 +10,8 @@ from asyncrl.errors import DataError
 from asyncrl.preflight import reward_trial
 from asyncrl.preflight.reward_trial import Case, Trial, Tried, generic_cases, sample_cases
 from asyncrl.rewards.base import RewardInput
+from asyncrl.rewards.forms import EPISODE_COLUMNS
+from asyncrl.rewards.functions import bind
 from asyncrl.types import Prompt
 from tests.support.task_config import config_of
 
@@ -60,21 +62,23 @@ def test_a_held_out_sample_is_scored_with_its_own_row_or_not_at_all(name, number
             finder.prompt(record)
 
 
+class Source:
+    """The prompts of a run, which has one."""
+
+    tokenizer = staticmethod(lambda text, add_special_tokens: {"input_ids": [*text]})
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = lambda ticket: prompt
+
+    def __len__(self):
+        return 1
+
+
 @pytest.mark.parametrize("reference", [2, 2.0])
 def test_the_reference_of_a_row_may_be_where_verl_has_it(monkeypatch, reference):
     row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": reference}}
     prompt = Prompt(text="1+1=", token_ids=[1], row=row)
-
-    class Source:
-        tokenizer = staticmethod(lambda text, add_special_tokens: {"input_ids": [*text]})
-
-        def __len__(self):
-            return 1
-
-        def prompt(self, ticket):
-            return prompt
-
-    monkeypatch.setattr(reward_trial, "_prompts", lambda config: Source())
+    monkeypatch.setattr(reward_trial, "_prompts", lambda config: Source(prompt))
     first, *others = generic_cases(config_of(), 1)
     assert (first.kind, first.given.response) == ("reference", "2") and {one.kind for one in others} == {
         "wrong"
@@ -93,3 +97,17 @@ def test_a_reward_model_is_tried_on_the_end_of_a_long_prompt_as_in_a_run(monkeyp
     case = Case("wrong", RewardInput(prompt="abcdef", response="xyz", row={}))
     (cut,) = reward_trial._with_ids(config, [case])
     assert cut.given.token_ids == [*"def", *"xy"]
+
+
+@pytest.mark.parametrize("plays", [True, False])
+def test_responses_have_the_columns_of_an_episode_if_something_is_played(plays, monkeypatch):
+    prompt = Prompt(token_ids=(1,), text="1+1=", row={"answer": "2"})
+    monkeypatch.setattr(reward_trial, "_prompts", lambda config: Source(prompt))
+    config = config_of(environment={"uses": "asyncrl.quickstart.games:Guess"} if plays else {})
+    bound = bind(lambda prompt, response, messages, turns, result: len(messages) + turns + result["reward"])
+    for case in generic_cases(config, 1):
+        given = case.given
+        assert set(given.columns) == {"answer", *(EPISODE_COLUMNS if plays else ())}
+        if plays:
+            assert given.columns["messages"][-1]["content"] == given.response
+            assert bound([given.prompt], [given.response], [given.columns])[0][0] == 3.0

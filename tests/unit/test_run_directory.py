@@ -4,10 +4,12 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import zmq
@@ -135,6 +137,20 @@ def test_fresh_deletes_runs_only(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no run directory"):
         directory.require_run()
     RunDirectory(tmp_path / "new").require_run()
+
+
+def test_fresh_that_was_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = begun(tmp_path)
+    with RunLock(directory.supervisor_lock), monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", lambda path: [directory.config, directory.checkpoints])
+        patched.setattr(shutil, "rmtree", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            directory.create(fresh=True)
+    directory.require_run()
+    with RunLock(directory.supervisor_lock):
+        directory.create(fresh=True)  # and the start fails before it writes the config
+    assert not directory.config.exists()
+    directory.require_run()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """What `asyncrl logs` shows of a run."""
 
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,10 +49,55 @@ def test_warnings_of_all_processes_come_in_the_order_of_their_times(directory: R
     )
 
 
+def test_no_log_line_moves_the_cursor_of_a_terminal(directory: RunDirectory) -> None:
+    said = "ValueError: \x1b[2J \u202e"
+    log(directory, "g0", ("12:00:02", "error", "it said \x1b]0;a\x07\r"), exception=f"Traceback\n{said}")
+    assert "".join(logs_of(directory.path, None, follow=False)) == (
+        "2026-01-31T12:00:02 g0 ERROR it said ␛]0;a␇␍\nTraceback\nValueError: ␛[2J \\u202e\n"
+    )
+
+
 def test_a_process_shows_what_it_has_printed_last(directory: RunDirectory) -> None:
     (directory.logs / "g0.out").write_bytes(b"a" * LAST_BYTES + b"b\xff\n")
     (text,) = logs_of(directory.path, "g0", follow=False)
     assert text == "a" * (LAST_BYTES - 3) + "b�\n"
+
+
+def test_a_character_that_arrives_in_parts_is_whole(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(data: bytes) -> None:
+        with (directory.logs / "g0.out").open("ab") as file:
+            file.write(data)
+
+    lock = RunLock(directory.supervisor_lock)
+    waits = iter([lambda: write(b"\x88\n"), lambda: lock.release()])
+    monkeypatch.setattr("asyncrl.results.recorded.time.sleep", lambda seconds: next(waits)())
+    write(b"\xe2\x96")
+    assert "".join(logs_of(directory.path, "g0", follow=True)) == "█\n"
+
+
+def test_only_lines_that_are_shown_stay_in_memory(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Record(dict[str, str]):
+        """A dictionary that a weak reference can follow."""
+
+    read: list[weakref.ref[Record]] = []
+    most = 0
+
+    def lines() -> Iterator[Record]:
+        nonlocal most
+        for number in range(100):
+            record = Record(level="info" if number else "warning", event=str(number))
+            read.append(weakref.ref(record))
+            most = max(most, sum(one() is not None for one in read))
+            yield record
+
+    tails = SimpleNamespace(read=lambda: {"g0": lines()})
+    monkeypatch.setattr("asyncrl.results.recorded.Tails", lambda _: tails)
+    assert "".join(logs_of(directory.path, None, follow=False)) == "None None WARNING 0\n"
+    assert len(read) == 100 and most <= 3, "the shown line, the last one and the new one"
 
 
 def test_a_name_without_output_is_told_which_there_are(directory: RunDirectory) -> None:

@@ -28,6 +28,8 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.given import importable, write_reward, write_rows
 from asyncrl.run.starts import unchanged
 from asyncrl.telemetry.jsonl import Lines
+from asyncrl.telemetry.status import write_status
+from tests.support.telemetry_records import snapshot
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"name": "a"}}
 
@@ -297,6 +299,26 @@ def test_each_step_since_the_start_is_reported_once_in_order_and_none_is_lost_by
     assert seen == [(2, 0.2), (3, 0.3), (4, 0.4)]
 
 
+@pytest.mark.parametrize(
+    ("state", "stopping", "fails"),
+    [("training", False, True), ("training", True, False), ("failed", True, True), ("stopped", False, False)],
+)
+def test_a_run_without_a_last_state_has_failed_unless_it_was_to_stop(state, stopping, fails, tmp_path):
+    """Its supervisor was killed, so its lock is free; a stop is killed if it takes too long."""
+    directory = RunDirectory(tmp_path)
+    directory.create(fresh=False)
+    directory.supervisor_lock.touch()
+    write_status(directory.status, snapshot(state=state, step=4))
+    if stopping:
+        directory.stopping.touch()
+    if fails:
+        with pytest.raises(asyncrl.RunError, match="the run failed; see its logs"):
+            api.Run(directory).wait()
+    else:
+        ended = api.Result(directory=directory.path, is_finished=False, step=4)
+        assert api.Run(directory).wait() == ended
+
+
 def test_a_mistake_is_told_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(asyncrl.ConfigError, match="model: found nothing; it is needed"):
@@ -320,6 +342,15 @@ def test_a_run_is_found_after_the_working_directory_has_changed(tmp_path, monkey
         [{"step": 1, "time": 1.0, "reward/mean": 0.5}]
     )
     assert run.metrics()[1]["reward/mean"] == 0.5 and run.directory == tmp_path / "runs/a"
+
+
+def test_metrics_are_in_the_order_of_their_steps(tmp_path):
+    """An evaluation is logged after later steps."""
+    directory = RunDirectory(tmp_path)
+    directory.create(fresh=False)
+    steps = [{"step": step, "time": 1.0, "reward/mean": 0.5} for step in (1, 2)]
+    Lines(directory.metrics / "learner.jsonl").write([*steps, {"step": 0, "eval/accuracy": 0.5}])
+    assert list(api.Run(directory).metrics()) == [0, 1, 2]
 
 
 # What the command does in place of a supervisor, with the run's lock as LOCK.

@@ -6,13 +6,14 @@ import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asyncrl.cli.screens import full_lines, show_samples
+from asyncrl.cli.screens import full_lines, show_environment, show_samples
 from asyncrl.errors import RunError
 from asyncrl.results.recorded import Wanted, choose, samples_of, wanted
 from asyncrl.run.directory import RunDirectory
@@ -156,3 +157,11 @@ def test_following_shows_what_is_there_then_what_comes_and_ends_with_the_run(
     show_samples(samples_of(run.directory, Wanted(count=1, kind="eval"), follow=True))
     said = capsys.readouterr().out
     assert [f"ticket {ticket}" in said for ticket in (12, 22, 32, 11, 33)] == [True, True, True, False, False]
+
+
+def test_no_text_of_an_environment_moves_the_cursor_of_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    said, schemas = "\x1b[2J", [{"description": "\x1b[2J\x9b2J"}]
+    trial = {"description": {}, "schemas": schemas, "spoken": [("user", said)], "outcome": None}
+    show_environment(SimpleNamespace(**trial, problem=said))
+    expected = '{"description": "\\u001b[2J\\u009b2J"}\n       user | ␛[2J\nfailed: ␛[2J\n'
+    assert capsys.readouterr().out == expected

@@ -163,6 +163,15 @@ def test_conversations_fit_a_model_with_a_chat_template(tmp_path):
     chat = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 2
     write_rows(tmp_path / "sft.jsonl", chat)
     assert for_trl(read_rows(load(StageConfig, path))[0], "sft") == chat
+    chat[1] = chat[1] | {
+        "tools": [{"type": "function"}],
+        "chat_template_kwargs": {"thinks": False},
+        "margin": 1,
+    }
+    write_rows(tmp_path / "sft.jsonl", chat)
+    first, second = for_trl(read_rows(load(StageConfig, path))[0], "sft")
+    assert second == chat[1], "also columns that the first row lacks"
+    assert first == chat[0] | {"tools": None, "chat_template_kwargs": {}, "margin": 0.0}
 
 
 def test_the_directory_of_a_stage_is_no_model_and_the_message_says_what_is(tmp_path):

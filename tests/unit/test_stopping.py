@@ -76,6 +76,8 @@ def test_a_stop_reads_only_the_end_of_the_metrics(tmp_path, monkeypatch):
         ("train", (7,), "finishing step 8, then saving, within 7m40s (Ctrl-C again: end immediately)"),
         ("load the model", (7,), "ending the training, which has begun no step"),
         ("evaluate", (7,), "ending the evaluation, which changes nothing"),
+        ("last evaluation", (7,), "leaving the last evaluation, which the same command makes later"),
+        ("end", (7,), "ending the training, of which every step is saved"),
         ("export", (7,), "finishing the export of the model"),
         ("last push to the hub", (7,), "leaving the last push to the hub; the model is in its checkpoint"),
     ],

@@ -268,6 +268,19 @@ def test_the_learner_gets_the_time_that_saving_takes_and_the_others_do_not(tmp_p
     assert max(later - earlier for earlier, later in pairwise(ticks_s)) < 1.0, "the screen goes on"
 
 
+def test_of_several_ranks_the_first_says_what_a_run_does(tmp_path):
+    names = ("the process that starts the ranks", "rank 0", "rank 1")
+
+    def ranks(me):
+        for name, doing in zip(names, ("wait for the ranks", "export", "end"), strict=True):
+            me.begin(doing, worker=name)
+        yield 1e5
+
+    with supervised(VirtualHost(learner=ranks), one(tmp_path, ends_run=True, workers=names)) as supervisor:
+        run_for(supervisor, 2.0)
+        assert supervisor.doing == "export"
+
+
 def test_a_learner_that_takes_longer_than_its_limit_is_killed_and_so_is_one_on_request(tmp_path):
     for save_s, request_s, end_s in (60.0, None, 60.0), (120.0, 10.0, 10.0), (0.0, None, 15.0):
         host = VirtualHost(learner=saves)

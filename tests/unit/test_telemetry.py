@@ -164,6 +164,18 @@ def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None
     assert list(Tail(tmp_path / "none.jsonl")) == []
 
 
+def test_an_evaluation_and_the_summary_of_a_stage_keep_the_training_of_their_step() -> None:
+    """TRL writes the epoch into each of its records."""
+    history, trained = History(), {"train/loss": 0.5, "time/step": 1.0, "train/epoch": 0.5}
+    history.add({"step": 5, "time": 1.0, **trained})
+    history.add({"step": 5, "time": 2.0, "eval/loss": 0.4, "train/epoch": 0.5})
+    history.add({"step": 5, "time": 3.0, "train/total_flos": 7.0, "train/epoch": 0.5})
+    assert history.rows == {5: {"time": 1.0, **trained, "eval/loss": 0.4, "train/total_flos": 7.0}}
+    again = {"time": 4.0, "train/loss": 0.7, "train/epoch": 0.5}
+    history.add({"step": 5, **again})
+    assert history.rows == {5: again}, "a resume trains it again"
+
+
 class Recorder:
     """A tracker that fails in one method."""
 
@@ -215,6 +227,37 @@ def test_a_failing_tracker_is_told_once_and_asked_again_after_a_pause(
     assert (
         message.message == f"{failing} of Recorder failed and will be tried again; the run goes on: disk full"
     )
+
+
+def test_the_pause_follows_the_failed_attempt_and_grows_though_another_call_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, bad = [100.0], Recorder("log")
+    monkeypatch.setattr(fanout.time, "monotonic", lambda: clock[0])
+
+    class Slow(Recorder):
+        def log(self, metrics: Any, *, step: int | None = None) -> None:
+            clock[0] += 60.0
+            super().log(metrics, step=step)
+
+    slow, late = Slow("log"), []
+
+    def opener() -> Recorder:
+        late.append(clock[0])
+        raise ImportError("no such library")
+
+    slow_trackers, trackers = Trackers([lambda: slow]), Trackers([lambda: bad, opener])
+    slow_trackers.log({"a": 1.0})
+    slow_trackers.log({"a": 1.0})
+    assert slow.calls == ["log"], "the next call comes within a second after the failure"
+    bad.calls.clear()
+    late.clear()
+    for _ in range(16):
+        trackers.samples([record()])
+        trackers.log({"a": 1.0})
+        clock[0] += fanout.BACKOFF.first_s
+    # Pauses of 1, 2, 4 and 8 seconds lie before the fifth attempt.
+    assert bad.calls.count("log") == len(late) + 1 == 5
 
 
 @pytest.mark.parametrize(
@@ -636,6 +679,13 @@ def test_responses_that_are_always_cut_off_are_said_at_the_start(better: int | N
     assert list(seen) == first + later
 
 
+def test_responses_that_come_to_be_cut_off_are_said_as_long_as_they_are() -> None:
+    alarms, began = Alarms(), 11
+    for step in range(1, 4 * WINDOW):
+        row = {"completions/truncated_share": 0.1 if step < began else 1.0}
+        assert alarms.watch(row, step) == {"alarm/truncated": float(step >= began)}
+
+
 def test_the_first_entropy_is_the_first_that_is_a_number() -> None:
     alarms = Alarms()
     assert alarms.watch({"policy/entropy": math.nan}, 1) == {"alarm/entropy": 0.0}
@@ -678,3 +728,15 @@ def test_a_table_of_samples_is_due_every_ten_steps_of_its_kind_and_again_after_g
     assert shown == [1, 11, 21, 12] and tables.rows([]) == []
     (row,) = tables.rows([record(step=12, kind="eval")])
     assert dict(zip(COLUMNS, row, strict=True))["versions"] == "[(0, 3), (1, 2)]"
+
+
+def test_each_named_set_has_its_own_table_of_samples(tmp_path: Path) -> None:
+    config = TelemetryConfig(tensorboard=True)
+    trackers = open_trackers(config, "a", tmp_path, RESOLVED, key_id="5a17")
+    for name in ("math", "words"):
+        trackers.samples([record(kind="eval", eval_set=name, response=f"of {name}")])
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name in ("math", "words"):
+        (shown,) = events.Tensors(f"samples/eval/{name}/text_summary")
+        assert f"of {name}".encode() in shown.tensor_proto.string_val[0]

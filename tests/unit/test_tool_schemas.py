@@ -182,6 +182,21 @@ def test_other_properties_are_those_without_a_schema_of_their_own():
         assert bool(box.mistake(ToolCall(id="1", name="add", arguments={"a": value}))) == wrong
 
 
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        ({}, ""),
+        (True, ""),
+        ({"type": "string"}, "q must be a string, got 1"),
+        (False, "look has no argument q; it has none"),
+    ],
+)
+def test_other_arguments_are_those_that_the_schema_allows(others, says):
+    parameters = {"type": "object", "properties": {}, "additionalProperties": others}
+    box = Toolbox([{"type": "function", "function": {"name": "look", "parameters": parameters}}])
+    assert box.mistake(ToolCall(id="1", name="look", arguments={"q": 1})) == says
+
+
 class Shelf:
     """Tools with a state."""
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +12,9 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.cli import foreground
 from asyncrl.commands import hosts, up
 from asyncrl.config.resolved import dump_config
+from asyncrl.config.sections import ControlConfig
 from asyncrl.errors import RunError, StoreError
-from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.children import Family, ProcessSpec
 from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import own_store
@@ -21,7 +22,9 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
 from asyncrl.run.starts import record_start
+from asyncrl.telemetry.status import read_status, write_status
 from tests.support.task_config import config_of
+from tests.support.telemetry_records import snapshot
 from tests.support.waiting import HANG
 
 
@@ -92,6 +95,55 @@ def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path, monke
         supervisor.run(lambda: os.kill(os.getpid(), number))
         os.kill(os.getpid(), signal.SIGINT)  # a second one, from an impatient user
     assert stopped.status == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("before", "program", "asks", "after", "message"),
+    [
+        ("training", "os.kill(os.getpid(), 9)", False, "failed", "learner died 1 times"),
+        # Another process failed, and the learner had to leave.
+        ("stopped", "sys.exit(2)", False, "failed", "learner refused to start"),
+        # A stop while a learner that was killed, or that failed, is started again.
+        ("training", HANG, True, "stopped", "asked to stop"),
+        ("failed", HANG, True, "stopped", "asked to stop"),
+        ("finished", "", False, "finished", ""),
+    ],
+)
+def test_the_last_status_says_how_the_run_ended(before, program, asks, after, message, tmp_path):
+    directory = RunDirectory(tmp_path)
+    write_status(directory.status, snapshot(state=before))
+    spec = ProcessSpec(
+        name="learner",
+        argv=[sys.executable, "-c", f"import os, sys\n{program}"],
+        env=dict(os.environ),
+        log_path=tmp_path / "out",
+        ends_run=True,
+    )
+    control = ControlConfig(max_restarts=0)
+    with (
+        pytest.raises(RunError) if after == "failed" else nullcontext(),
+        up.supervised([spec], control, directory, Family(), BestEffort()) as (supervisor, tend),
+    ):
+        if asks:
+            supervisor.request_stop("SIGTERM")
+        supervisor.run(tend)
+    status = read_status(directory.status)
+    assert status.state == after and status.message.startswith(message)
+
+
+@pytest.mark.parametrize(("error", "after"), [(None, "stopped"), (RunError("the host is lost"), "failed")])
+def test_a_run_whose_host_is_lost_has_a_last_status(error, after, tmp_path):
+    cluster = {"kind": "local", "generator_hosts": 1}
+    config = config_of(run={"name": "r", "root": str(tmp_path)}, generator={"count": 1}, cluster=cluster)
+    status = RunDirectory(config.run.directory).status
+    with (
+        pytest.raises(RunError) if error else nullcontext(),
+        hosts.started_on_hosts(config, fresh=False, console=False),
+    ):
+        write_status(status, snapshot(state="training"))
+        if error:
+            raise error
+    assert read_status(status).state == after
 
 
 def test_under_nohup_a_closed_terminal_does_not_end_a_run(tmp_path):

@@ -164,6 +164,15 @@ def test_weights_of_which_no_generator_has_ever_taken_any_are_hopeless():
     assert schedule.hopeless == expected
 
 
+def test_all_updates_that_came_to_nothing_are_counted_if_the_probe_refused_one_of_them():
+    schedule = make()
+    joined(schedule, "a")
+    schedule.announce(1, 0.0)
+    for attempt in range(MOST_FAILURES):
+        refuse(schedule, "a", 1, 100.0 * attempt, failed(1) if attempt else refused(1))
+    assert f"refused {MOST_FAILURES} updates in a row" in schedule.hopeless
+
+
 def transports_of_failing_updates(schedule, attempts):
     actions, now_s, transports = schedule.announce(1, 0.0), 0.0, []
     while len(transports) < attempts:

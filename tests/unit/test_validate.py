@@ -218,6 +218,10 @@ def test_a_teacher_is_looked_at_as_the_model_is_and_must_have_its_tokens(tmp_pat
         "algorithm.reference.path: ./teacher is of the architecture mamba" in one
         for one in said_of(GOOD, *taught)
     )
+    apart = "algorithm.reference.scorers=1"  # vLLM runs it
+    assert "of the architecture" not in str(said_of(GOOD, *taught, apart, "model.path=./modle"))
+    again = said_of(GOOD, *taught, apart, "generator.engine=transformers")
+    assert "of the architecture mamba" in str(again)
     student = tiny_qwen2(tmp_path / "student", max_position_embeddings=2048)
     teacher = tiny_qwen2(tmp_path / "larger", num_hidden_layers=3, vocab_size=99)
     Path("run.yaml").write_text(GOOD)
@@ -322,6 +326,11 @@ def test_a_misspelt_section_is_not_blamed_for_the_defaults_in_its_place():
         ),
         ("a = 3", "own.py:b", "found no `b` in own.py; it has no functions"),
         ("", "missing_package.rewards:a", "found no module `missing_package`; install it"),
+        (
+            "def a(prompt, response):\n  def inner():\n    return 1\n  inner()",
+            "own.py:a",
+            "`a` has no `return` with a value",
+        ),
     ],
 )
 def test_reward_functions_are_read_not_run(code: str, function: str, said: str):
@@ -342,6 +351,8 @@ def test_reward_functions_are_read_not_run(code: str, function: str, said: str):
         "if True:\n    def a(prompt, response): return 0",
         "class A:\n    def __call__(self, prompt, response): return 0\na = A()",
         "raise SystemExit('this must not run')\nasync def a(prompt, response, answer): return 0",
+        "def a(prompt, response):\n  def words():\n    yield from response.split()\n  return float('2' in words())",
+        "def a(prompt, response):\n  for one in (1,):\n    if type(one).__name__ == 'int':\n      return 0",
     ],
 )
 def test_functions_that_may_well_be_there_are_no_mistake(code: str):
@@ -540,6 +551,19 @@ def test_a_signature_that_cannot_be_called_is_named(source: str, said: str):
     assert "run.yaml:" in lines[0] and "reward.functions.0.function: " in lines[0]
 
 
+@pytest.mark.parametrize("batch", ["1", "'64'", "true"])
+def test_a_batch_of_a_reward_that_cannot_be_is_named_with_the_other_mistakes(batch: str):
+    Path("score.py").write_text(
+        SCORE.replace("prompt, response, answer", "prompts, responses, batch=64, answer=1")
+    )
+    first, second = said_of(GOOD, f"reward.functions.0.params={{batch: {batch}}}", "model.path=./modle")
+    found = {"1": "1", "'64'": "'64'", "true": "True"}[batch]
+    assert (
+        f"reward.functions.0.params: `score.py:correct` has batch={found}; allowed are whole numbers from 2 on"
+        in first + second
+    )
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -593,6 +617,16 @@ def test_the_store_must_hold_the_largest_round_of_evaluation_of_the_rows_that_th
     Path("data/test.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 200)
     (line,) = said_of(GOOD, *overrides)
     assert f", and {128 * 4096} held-out answers (prompts * samples); a full store would stop the run" in line
+
+
+@pytest.mark.parametrize("held_out", ["data/test.jsonl", "null"])
+def test_the_store_must_hold_the_episodes_of_a_source_with_its_own_environment(held_out: str):
+    game = "environment: {command: [agent], max_turns: 64}"
+    source = f"data.train=[{{path: 'seeds:100', {game}}}]"
+    overrides = [source, f"data.eval={held_out}", "sampling.max_response_tokens=4096", "store.max_gib=2"]
+    found = said_of(GOOD, *overrides, "model.path=owner/model", "reward.functions=[odd]")
+    (line,) = [line for line in found if "store.max_gib" in line]
+    assert f"with {8 * 64} sequences of" in line
 
 
 def test_held_out_rows_are_looked_at_too():
@@ -760,7 +794,13 @@ def test_the_program_of_an_agent_must_be_there(monkeypatch):
 def test_what_the_arguments_of_a_shell_mean_is_left_to_it():
     Path("run.yaml").write_text(GOOD)
     chat = ["model.chat_template=true", "model.path=owner/model"]
-    for command in ("[bash, -c, 'exec python /there/agent.py']", "[env, A=1, python, /there/agent.py]"):
+    for command in (
+        "[bash, -c, 'exec python /there/agent.py']",
+        "[env, A=1, python, /there/agent.py]",
+        "[python, -um, json.tool]",
+        "[python, -mjson.tool, absent]",
+        "[python, -Ic, 'pass']",
+    ):
         validated_config(Path("run.yaml"), [*chat, f"environment.command={command}"])
 
 

@@ -1,6 +1,7 @@
 """The overview for W&B as it would be saved, without a network: its charts are those of our own page, and
 their metrics exist."""
 
+import json
 import re
 import runpy
 import sys
@@ -9,6 +10,7 @@ import pytest
 from wandb_workspaces.reports.v2 import interface
 
 from asyncrl.results.charts import CURVES, STALENESS
+from asyncrl.telemetry.history import of_sets
 from tests.support.pages import ROOT, text_of
 
 SCRIPT = ROOT / "deploy" / "wandb_overview.py"
@@ -64,6 +66,18 @@ def test_it_has_the_charts_of_our_page_by_our_own_step(asked):
         assert not matches(config, "policy/entropy/more") and not matches(config, "eval/passing")
 
 
+def test_a_chart_has_the_same_metrics_of_named_sets_as_on_our_page(asked):
+    charts = {
+        panel["config"]["chartTitle"]: panel["config"] for _, _, panels in grids(None)[:3] for panel in panels
+    }
+    metrics = ("accuracy", "reward_mean", "pass@8", "maj@4", "best@8", "length_mean", "prompts")
+    sets = ("", "math/", "math-se/", "s/", "e/", "es/", "sx/", "xe/", "sea/", "a.b/", "se/", "math/se/")
+    names = [f"eval/{of_set}{metric}" for of_set in sets for metric in metrics]
+    for curve in CURVES:
+        shown = {name for wanted in curve.names for name in of_sets(wanted, names)}
+        assert {name for name in names if matches(charts[curve.title], name)} == shown, curve.title
+
+
 def test_every_metric_that_it_names_is_one_of_ours(asked):
     explained = text_of(ROOT / "docs" / "metrics.md")
     for _, _, panels in grids(None)[:3]:
@@ -96,6 +110,15 @@ def test_charts_lie_in_rows_beside_each_other(asked):
             for y in range(one["y"], one["y"] + one["h"])
         ]
         assert len(cells) == len({*cells}) and all(0 <= x < 24 for x, _ in cells), heading
+
+
+def test_the_samples_of_named_sets_have_their_own_tables(asked):
+    for sets, held_out in (
+        ((), ["samples/eval"]),
+        (("math", "code"), ["samples/eval/math", "samples/eval/code"]),
+    ):
+        text = json.dumps(overview("me", "asyncrl", None, sets)._to_model().spec.model_dump(by_alias=True))
+        assert re.findall(r'"(samples/[^"]+)"', text) == ["samples/train", *held_out]
 
 
 def test_it_shows_all_runs_or_one(asked):

@@ -6,13 +6,14 @@ import json
 import math
 import os
 import resource
+import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,12 @@ class AgentEnvironment:
         not 0; but not if a budget was spent. Refused constraints do not fail it if it gave a result.
         """
         assert self._scratch is not None
-        # Not in a thread: a cancelled wait for it would leave the directory.
-        directory = Path(tempfile.mkdtemp(dir=self._scratch.directory))
+        directory = self._scratch.directory / secrets.token_hex(8)
         open_episode = self.endpoint.episodes.open(talk)
         program = None
         try:
+            # Not in a thread: a cancelled wait for it would leave the directory.
+            directory.mkdir()
             # A row that names its seed is a task made from it.
             given = {"seed": seed, "episode": episode} | dict(row) | {"prompt": prompt}
             async with self._starting:
@@ -87,8 +89,9 @@ class AgentEnvironment:
                 await program.started()
             status = await self._ended(program, directory / "result.json")
             await program.end()
+            printed, program = program.printed, None
             self.loaded()
-            return _outcome(open_episode, status, program.printed, directory / "result.json")
+            return _outcome(open_episode, status, printed, directory / "result.json")
         except OSError as error:  # for example, no descriptor is left for its output
             text = with_cure(error, f"environment.command {self.config.program}: no process can be started")
             raise EnvironmentFault(text, reason="start") from error
@@ -96,7 +99,8 @@ class AgentEnvironment:
             self.endpoint.episodes.close(open_episode)
             if program is not None:
                 await asyncio.shield(program.end())
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            with contextlib.suppress(RuntimeError):  # no thread is left
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def _ended(self, program: "_Program", result: Path) -> int:
         """The program's exit status; 0 if its time is up and it has written its result, but does not end."""
@@ -159,7 +163,11 @@ class _Program:
         # A pipe of our own: a program's end must not wait for all that hold the pipe.
         output, theirs = os.pipe()
         self._following = asyncio.create_task(self._follow(output))
-        threading.Thread(target=self._run, args=(theirs,), daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(theirs,), daemon=True).start()
+        except RuntimeError as error:  # no thread is left
+            os.close(theirs)
+            self._tell(self._started, error)
 
     async def started(self) -> None:
         """Wait until the program runs. Raises EnvironmentFault if it cannot."""
@@ -174,9 +182,8 @@ class _Program:
         await asyncio.wait({self._started})
         if self._process is not None:
             kill_group(self._process.pid)
-            # All that inherited the key, wherever they have moved. Without a descriptor to look, it is left
-            # to the end of the environment.
-            with contextlib.suppress(OSError):
+            # All that inherited the key. Without a descriptor or thread, the environment's end does it.
+            with contextlib.suppress(OSError, RuntimeError):
                 await asyncio.to_thread(end_marked, f"OPENAI_API_KEY={self._variables['OPENAI_API_KEY']}")
         await asyncio.wait({self._following}, timeout=END_S)
         self._following.cancel()
@@ -196,8 +203,7 @@ class _Program:
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(self._process.pid, resource.RLIMIT_AS, (limit, limit))
         except (OSError, ValueError) as error:  # ValueError: an argument with a zero byte
-            text = f"environment.command {self._command[0]}: the process cannot be started ({error})"
-            self._tell(self._started, EnvironmentFault(text, reason="start"))
+            self._tell(self._started, error)
             return
         finally:
             os.close(output)
@@ -205,13 +211,10 @@ class _Program:
         self.status = self._process.wait()
         self._tell(self._ended)
 
-    def _tell(self, future: asyncio.Future[None], error: EnvironmentFault | None = None) -> None:
-        def tell() -> None:
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
+    def _tell(self, future: asyncio.Future[None], error: Exception | None = None) -> None:
+        text = f"environment.command {self._command[0]}: the process cannot be started ({error})"
+        fault = EnvironmentFault(text, reason="start")
+        tell = partial(future.set_exception, fault) if error else partial(future.set_result, None)
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(tell)
 
@@ -230,9 +233,7 @@ def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) 
         raise EnvironmentFault(f"{episode.fault}{printed.note}", reason="returned")
     if episode.mistake and (status or not episode.calls or not result.exists()):
         raise EnvironmentFault(f"{episode.mistake}{printed.note}", reason="returned")
-    cut = episode.spent or (
-        "length" if episode.is_cut or (episode.overflowed and (status or not episode.calls)) else ""
-    )
+    cut = episode.spent or ("length" if episode.is_cut or (episode.overflowed and status) else "")
     if not episode.calls and not cut:
         raise EnvironmentFault(
             f"the command ended ({ending(status)}) without a call of the model: nothing was sampled; it must "

@@ -157,7 +157,8 @@ class Endpoint:
 class _Listener(socket.socket):
     """Refuses callers for whom there is no descriptor, who would wait until there is one."""
 
-    _spare = open(os.devnull)  # noqa: SIM115 - closed while a caller is refused
+    # Of all listeners: it is closed while a caller is refused.
+    _spare = open(os.devnull)  # noqa: SIM115
 
     def accept(self) -> tuple[socket.socket, Any]:
         try:
@@ -170,7 +171,7 @@ class _Listener(socket.socket):
             try:
                 super().accept()[0].close()
             finally:
-                self._spare = open(os.devnull)  # noqa: SIM115
+                _Listener._spare = open(os.devnull)  # noqa: SIM115
             raise BlockingIOError from error  # there is nothing for the event loop
 
 

@@ -36,7 +36,7 @@ class OpenEpisode:
         self.retries = 0  # calls that got the answer of an earlier attempt
         self.refused = 0  # calls, of any reason
         self.overflowed = False  # whether a conversation was too long
-        self.is_cut = False  # whether the run, and not the agent, cut off the last answer
+        self.is_cut = False  # whether the run, and not the agent, cut off or refused the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
         self.mistake = ""  # the first call that asked for constraints: an agent may go on without them
         self._is_free = is_free
@@ -90,9 +90,8 @@ class OpenEpisode:
     ) -> Json:
         """Return the answer. Raises Refused.
 
-        A retry of a call, which has its `digest`, gets that call's answer, also if it is still in progress;
-        retries of several equal calls get one each. A call continues when its connection is lost, so that a
-        retry finds it.
+        A retry, which has its call's `digest`, gets that call's answer, also if still in progress; retries of
+        equal calls get one each. A call whose connection is lost continues, so that a retry finds it.
         """
         same, was_refused = self._recent.get(digest), is_retry and self._unbegun[digest] > 0
         if is_retry and same and not was_refused:
@@ -189,7 +188,8 @@ class OpenEpisode:
 
     def _spend(self, spent: BudgetSpent) -> None:
         if spent.finish_reason == "length":
-            self.overflowed = True
+            # The answer to a shorter call takes `is_cut` back.
+            self.overflowed = self.is_cut = True
         else:
             self.spent = spent.finish_reason
 

@@ -14,8 +14,7 @@ from asyncrl.hosting.processes import SAFE_PATH
 
 # Of a GPU that `learner.device: cpu` leaves to models which fit on a CPU.
 SMALL_SHARE = 0.2
-# Tokens of one step of the engine. vLLM's default for a library is 2,048 also on a GPU; its server on an H100
-# has this.
+# Tokens per engine step. vLLM's library default is 2,048 also on a GPU; its server on an H100 has this.
 STEP_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
 # On CPUs vLLM gives the model a process of its own, whose threads it binds. With `generator.threads` it binds
 # none, and the model runs in the engine's core, as on a GPU: one start of Python less, and no process that

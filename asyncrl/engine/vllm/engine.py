@@ -77,10 +77,8 @@ class VLLMEngine:
 
         Must not run in a thread of its own: the kernel kills the engine's processes when that thread ends.
 
-        Raises:
-            ConfigError: vLLM does not know the type or value of an argument, such as one of `generator.vllm`,
-                or cannot serve the adapter of `model.lora`.
-            EngineError: vLLM did not start.
+        Raises ConfigError if vLLM does not know the type or value of an argument, such as one of
+        `generator.vllm`, or cannot serve the adapter of `model.lora`; EngineError if vLLM did not start.
         """
         set_environment(generator, device=device)
         from vllm import AsyncEngineArgs
@@ -275,7 +273,8 @@ class VLLMEngine:
             raise EngineError("receive: requests are running; begin the update first")
         where = f"weights of version {order.version} over {order.transport}"
         try:
-            await asyncio.wait_for(self._receive(order), order.deadline_s + _GRACE_S)
+            async with asyncio.timeout(order.deadline_s + _GRACE_S):
+                await self._receive(order)
         except TimeoutError as error:
             self._unanswered += 1
             late = f"{where}: not loaded within {order.deadline_s:g} s"
@@ -366,7 +365,8 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return await asyncio.wait_for(call, self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):  # `wait_for` of Python 3.11 forgets a cancellation
+                return await call
         except TimeoutError as error:
             raise EngineError(
                 f"vLLM's engine process did not {what} within {self._deadline_s:g} s; restart the generator"

@@ -57,8 +57,7 @@ class VersionLoader:
 def _attempt(load: Callable[[], None]) -> str:
     """Load; return why that failed, or nothing.
 
-    If a worker raised, vLLM would not read the answers of the workers behind it, and would take them for
-    answers to the next call.
+    If a worker raised, vLLM would take unread answers of the workers behind it for those to the next call.
     """
     try:
         load()
