@@ -273,9 +273,11 @@ def _bundled() -> str | None:
 
 
 def _version(binary: str) -> tuple[int, int]:
-    output = subprocess.run(
-        [binary, "--version"], env=public_environment(), capture_output=True, timeout=10, check=False
-    ).stdout
+    command, env = [binary, "--version"], public_environment()
+    try:
+        output = subprocess.run(command, env=env, capture_output=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):  # such as one of another architecture
+        return (0, 0)
     found = re.search(rb"v=(\d+)\.(\d+)", output)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 

@@ -177,9 +177,12 @@ def test_no_server_is_an_error_that_says_what_to_do(monkeypatch):
         find_server()
 
 
-def test_an_old_server_on_the_path_is_passed_over(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "content", ["#!/bin/sh\necho Redis server v=6.2.1 sha=0\n", "\x7fELF", "#!/no/such/shell\n"]
+)
+def test_an_old_or_broken_server_on_the_path_is_passed_over(content, tmp_path, monkeypatch):
     old = tmp_path / "redis-server"
-    old.write_text("#!/bin/sh\necho Redis server v=6.2.1 sha=0\n")
+    old.write_text(content)
     old.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
     assert find_server() != old
