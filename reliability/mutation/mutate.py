@@ -281,7 +281,7 @@ MUTANTS = [
     Mutant("batch/coefficients", "-step if entropy > target", "-step if entropy >= target"),
     Mutant("batch/coefficients", "change, 0.0), maximum", "change, 0.0), 1.0"),
     Mutant("batch/coefficients", "max(coefficient + change, 0.0)", "(coefficient + change)"),
-    Mutant("batch/coefficients", "entropy <= target else 0.0", "entropy < target else 0.0"),
+    Mutant("batch/coefficients", "_measured <= target else", "_measured < target else"),
     Mutant("value", "if spread > 0", "if spread >= 0"),
     Mutant("value", "(returns_T.double() - values_T.double())", "values_T.double()"),
     Mutant("filters", "is_compared and is_flat", "is_flat"),
