@@ -16,7 +16,6 @@ from asyncrl.buffer import connection as connection_module
 from asyncrl.buffer import intake as intake_module
 from asyncrl.buffer import redis as redis_module
 from asyncrl.buffer import shards as shards_module
-from asyncrl.buffer import stall as stall_module
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
@@ -25,6 +24,7 @@ from asyncrl.buffer.shards import ledgers_of, shard_names
 from asyncrl.control import client as client_module
 from asyncrl.control import zmq as hub_module
 from asyncrl.errors import BufferGap, CheckpointError
+from asyncrl.hosting import progress as progress_module
 from asyncrl.lineage import INITIAL, Weights
 from asyncrl.run.checkpoint import CheckpointStore
 
@@ -207,7 +207,7 @@ class World:
             intake_module,
             redis_module,
             shards_module,
-            stall_module,
+            progress_module,
             client_module,
             hub_module,
         )

@@ -25,6 +25,7 @@ from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember, set_
 from asyncrl.control.peers import Budget
 from asyncrl.control.zmq import MAX_GREETED, ControlHub
 from asyncrl.errors import ControlError
+from asyncrl.hosting import progress as progress_module
 from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import MEASUREMENTS, UpdateOrder, UpdateReport
 from asyncrl.wire.codec import encode_frame
@@ -334,7 +335,9 @@ def test_a_pause_of_the_learner_is_nobodys_silence(stage, monkeypatch):
     member, ahead_s, patience_s = stage.caller(), [0.0], 3.0
     member.join()
     stage.hub._membership._timeout_s = patience_s
-    monkeypatch.setattr(hub_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0]))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr(hub_module, "time", clock)
+    monkeypatch.setattr(progress_module, "time", clock)
 
     def pause(seconds):
         before, ahead_s[0] = stage.hub.rounds, ahead_s[0] + seconds
