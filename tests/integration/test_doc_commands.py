@@ -126,8 +126,9 @@ NOT_TYPED = {
 
 
 def listed() -> dict[str, str]:
-    """Every command of every page, as typed in this project: its page."""
-    found = [command for page in PAGES for command in (*commands(page), *inline_commands(page))]
+    """Every command of every page, as typed in this project: its page; the changelog tells nobody to type one."""
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    found = [command for page in pages for command in (*commands(page), *inline_commands(page))]
     # A command that needs a file is only named where none follows it.
     named = {command.text.removesuffix(" FILE") for command in found if command.text.endswith(" FILE")}
     return {filled(command.text): command.page for command in reversed(found) if command.text not in named}
