@@ -5,13 +5,12 @@ for themselves; `--show` prints both configurations. Neither evaluates while it 
 command until the trained weights are on the disk and the process has ended, "training" the sum of the steps.
 Trained policies then tell stories to the same held-out prompts, by transformers' own sampling.
 
-TRL trains `--steps`. asyncrl trains longer and keeps weights on the way; its seconds at a step are those of
-the whole run without those of the later steps and of the checkpoints at other steps. Its rows end with the
-first step whose score is that of TRL, less one standard error, or higher; the ratios are those of the seconds
-until then.
+Both keep their weights on the way. The seconds at a step are those of the whole run without those of the
+later steps, and of keeping weights at other steps. A policy has reached a level with the first weights whose
+score is at least that.
 
     python examples/stories.py build/stories15m
-    python -m bench.peers [KEY=VALUE ...] [--seeds 0 1 2] [--steps 20] [--show] [--json FILE]
+    python -m bench.peers [KEY=VALUE ...] [--seeds 0 1 2] [--steps 32] [--show] [--json FILE]
 
 It needs asyncrl[stages], which brings TRL. TRL samples by transformers, as it does by default.
 """
@@ -21,7 +20,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,9 +34,8 @@ GROUPS, SIZE, TOKENS = 8, 8, 40
 LR, BETAS, CLIP = 4e-5, (0.9, 0.95), 0.2
 PIECE = 16  # sequences that TRL trains at once: of 8, 16 and 64 the fastest
 ROWS, SAMPLES = 120, 4
-
-
-LONGER, EVERY = 1.6, 2  # asyncrl trains 1.6 times as many steps, and keeps the weights of every second one
+EVERY = 2  # steps between weights that are kept
+LEVELS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 
 
 class Ran(NamedTuple):
@@ -52,7 +49,6 @@ class Ran(NamedTuple):
 
 def ours(task: Path, seed: int, steps: int, at: Path, further: Sequence[str] = ()) -> list[str]:
     """Return the command of asyncrl. What it does not name is as in `CONFIG` and by default."""
-    steps = round(steps * LONGER / EVERY) * EVERY
     values = {
         "run.root": at,
         "run.name": f"asyncrl-{seed}",
@@ -68,7 +64,7 @@ def ours(task: Path, seed: int, steps: int, at: Path, further: Sequence[str] = (
         "learner.optimizer.lr": LR,
         "learner.optimizer.warmup_steps": 0,
         "checkpoint.every": EVERY,
-        "checkpoint.keep": steps // EVERY,
+        "checkpoint.keep": steps,
     }
     overrides = [f"{key}={value}" for key, value in values.items()]
     return module_argv("asyncrl.cli.main", "up", "--plain", "--config", str(CONFIG), *overrides, *further)
@@ -94,7 +90,8 @@ def theirs(seed: int, steps: int, at: Path) -> dict[str, Any]:
         "bf16": False,
         "use_cpu": True,
         "gradient_checkpointing": False,
-        "save_strategy": "no",
+        "save_steps": EVERY,
+        "save_only_model": True,
         "report_to": "none",
         "logging_steps": 1,
     }
@@ -103,7 +100,7 @@ def theirs(seed: int, steps: int, at: Path) -> dict[str, Any]:
 def train_by_trl(task: Path, settings: dict[str, Any]) -> None:
     """Train in this process, and write the weights and the seconds of training."""
     from datasets import load_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -121,10 +118,28 @@ def train_by_trl(task: Path, settings: dict[str, Any]) -> None:
         train_dataset=load_dataset("json", data_files=str(task / "train.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(task / "model", padding_side="left", pad_token="</s>"),
     )
-    took_s = trainer.train().metrics["train_runtime"]
-    at = Path(settings["output_dir"])
-    trainer.save_model(str(at / "model"))
-    (at / "seconds.json").write_text(json.dumps(took_s))
+    seconds: dict[str, list[float]] = {"steps": [], "saved": []}
+
+    class Clock(TrainerCallback):
+        """What is between the ends of two steps is either a step or the keeping of weights."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.since_s = time.monotonic()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self._add("steps")
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            self._add("saved")
+
+        def _add(self, name: str) -> None:
+            now_s = time.monotonic()
+            seconds[name].append(now_s - self.since_s)
+            self.since_s = now_s
+
+    trainer.add_callback(Clock)
+    trainer.train()
+    (Path(settings["output_dir"]) / "seconds.json").write_text(json.dumps(seconds))
 
 
 def run(name: str, task: Path, seed: int, steps: int, at: Path, further: Sequence[str] = ()) -> list[Ran]:
@@ -141,21 +156,24 @@ def run(name: str, task: Path, seed: int, steps: int, at: Path, further: Sequenc
         environment = os.environ | {"PYTHONPATH": os.getcwd()}
         subprocess.run(command, env=environment, stdout=out, stderr=out, timeout=3600, check=True)
     in_all_s = time.monotonic() - begun_s
-    if name == "trl":
-        took_s = json.loads((directory / "seconds.json").read_text())
-        return [Ran(steps, in_all_s, took_s, directory / "model")]
-    lines = (directory / "metrics" / "learner.jsonl").read_text().splitlines()
-    metrics = [json.loads(line) for line in lines]
-    steps_s = [row["time/step"] for row in metrics if "time/step" in row]
-    saved_s = {row["step"]: row["time/checkpoint"] for row in metrics if "time/checkpoint" in row}
+    if name == "asyncrl":
+        lines = (directory / "metrics" / "learner.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines]
+        steps_s = [row["time/step"] for row in metrics if "time/step" in row]
+        saved_s = [row["time/checkpoint"] for row in metrics if "time/checkpoint" in row]
+        kept = "checkpoints/step-{:06}/hf"
+    else:
+        seconds = json.loads((directory / "seconds.json").read_text())
+        steps_s, saved_s, kept = seconds["steps"], seconds["saved"], "checkpoint-{}"
+    without_saves_s = in_all_s - sum(saved_s)
     return [
         Ran(
             step,
-            in_all_s - sum(steps_s[step:]) - sum(saved_s.values()) + saved_s[step],
+            without_saves_s - sum(steps_s[step:]) + own_s,
             sum(steps_s[:step]),
-            directory / "checkpoints" / f"step-{step:06}" / "hf",
+            directory / kept.format(step),
         )
-        for step in range(EVERY, len(steps_s) + 1, EVERY)
+        for step, own_s in zip(range(EVERY, steps + 1, EVERY), saved_s, strict=True)
     ]
 
 
@@ -198,12 +216,30 @@ def judged(name: str, seed: int, ran: Ran, task: Path) -> dict[str, Any]:
     return row
 
 
+def reached(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each level that both reach with every seed, their seconds until then, and the ratio."""
+    found = list[dict[str, Any]]()
+    for level in LEVELS:
+        first = dict[tuple[str, int], dict[str, Any]]()
+        for row in rows:
+            if row["score"] >= level:
+                first.setdefault((row["by"], row["seed"]), row)
+        if len(first) < len({(row["by"], row["seed"]) for row in rows}):
+            break
+        of = {
+            by: [row["in_all_s"] for (name, _), row in first.items() if name == by]
+            for by in ("trl", "asyncrl")
+        }
+        found.append({"level": level, **of, "asyncrl / trl": round(sum(of["asyncrl"]) / sum(of["trl"]), 2)})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("further", nargs="*", metavar="KEY=VALUE", help="further settings of asyncrl")
     parser.add_argument("--task", type=Path, default=Path("build/stories15m"), help="model and rows")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--show", action="store_true", help="print both configurations, and train nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--by-trl", type=json.loads, help=argparse.SUPPRESS)
@@ -219,25 +255,15 @@ def main() -> None:
         )
         return None
     rows = list[dict[str, Any]]()
-    ratios = dict[int, dict[str, float]]()
     with tempfile.TemporaryDirectory() as directory:
         for seed in options.seeds:
-            [peer] = run("trl", options.task, seed, options.steps, Path(directory))
-            rows.append(judged("trl", seed, peer, options.task))
-            wanted = rows[-1]["score"] - rows[-1]["score_error"]
-            for ran in run("asyncrl", options.task, seed, options.steps, Path(directory), options.further):
-                if ran.step < options.steps / LONGER:
-                    continue
-                rows.append(judged("asyncrl", seed, ran, options.task))
-                if rows[-1]["score"] >= wanted:
-                    ratios[seed] = {
-                        "training_s": round(ran.training_s / peer.training_s, 2),
-                        "in_all_s": round(ran.in_all_s / peer.in_all_s, 2),
-                    }
-                    break
-    print(f"asyncrl / TRL, to TRL's score, by seed: {ratios}", file=sys.stderr)
+            for name, further in (("trl", ()), ("asyncrl", options.further)):
+                for ran in run(name, options.task, seed, options.steps, Path(directory), further):
+                    rows.append(judged(name, seed, ran, options.task))
+    levels = reached(rows)
+    print(*(json.dumps(level) for level in levels), sep="\n")
     if options.json:
-        result = {**describe("asyncrl", "trl", "transformers", "torch"), "rows": rows, "ratios": ratios}
+        result = {**describe("asyncrl", "trl", "transformers", "torch"), "rows": rows, "levels": levels}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     return None
 
