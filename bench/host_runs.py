@@ -124,7 +124,8 @@ class Run:
         self.engine, self.config, self.found, self.save = engine, config, found, save
         self.directory = config.parent / "runs" / "whole"
         self.up: subprocess.Popen[bytes] | None = None
-        files = {"metrics": "metrics/learner", "learner": "logs/learner", "driver": "logs/driver"}
+        files = {"metrics": "metrics/learner"}
+        files |= {name: f"logs/{name}" for name in ("learner", "driver", "supervisor")}
         self._tails = {name: Tail(self.directory / f"{file}.jsonl") for name, file in files.items()}
         self._read: dict[str, list[Row]] = {name: [] for name in files}
 
@@ -169,6 +170,12 @@ class Run:
             return max(at for at in each if at) if all(each) else None
         is_it = re.compile(rf"generator {host}\.g0\S* joined ").match
         return next((line["time"] for line in self.lines("learner", since) if is_it(line["event"])), None)
+
+    def has_standby(self, since: float) -> bool:
+        """Return whether a standby of rank 0's host was started."""
+        return any(
+            "a standby of learner started" in line["event"] for line in self.lines("supervisor", since)
+        )
 
     def heard(self, host: str, since: float) -> float | None:
         """Return when the learner heard the generator of a host."""

@@ -46,6 +46,7 @@ from tests.support.whole_run import tiny_run
 GENERATORS = ("cluster.generator_hosts=2", "generator.count=1")
 RANKS = ("cluster.learner_hosts=2", "learner.ranks=2", "cluster.generator_hosts=1", "generator.count=1")
 CUT_S, OFF_S, GOOD_S = 5.0, 20.0, 60.0
+LOADING_S = 30.0  # in which a standby loads its libraries
 # How often, on each engine: a learner's host or one of its ranks; a cable; a host of generators. A job of
 # Slurm that has lost its first node is queued again, and how long it waits is up to Slurm.
 TIMES = {"namespaces": (5, 3, 20), "moves": (5, 0, 0), "ray": (2, 0, 5), "slurm": (0, 0, 5)}
@@ -98,8 +99,14 @@ def generators_die(times: tuple[int, ...], until_s: float, run: Run) -> None:
 
 
 def ranks_die(times: int, run: Run) -> None:
+    """A host of a rank dies while that of rank 0 has a standby, and again before it has one."""
+    since = 0.0
     for _ in range(times):
+        run.wait(lambda since=since: run.has_standby(since), "standby")
+        let_pass(LOADING_S)
         run.strike("host of a rank", "learner-1", lose)
+        since = time.time()
+        run.strike("host of a rank, no standby", "learner-1", lose)
 
 
 def learner_moves(at: Path, times: int, found: list[Row], save: Callable[[], None]) -> None:

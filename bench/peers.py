@@ -3,11 +3,12 @@
 Both have the same model, rows, reward, batch, lengths, optimizer, learning rate and clipping, and the machine
 for themselves; `--show` prints both configurations. Neither evaluates while it trains. "In all" is from the
 command until the trained weights are on the disk and the process has ended, "training" the sum of the steps.
-Trained policies then tell stories to the same held-out prompts, by transformers' own sampling.
+When all have been trained, the policies tell stories to the same held-out prompts, by transformers' own
+sampling.
 
 Both keep their weights on the way. The seconds at a step are those of the whole run without those of the
-later steps, and of keeping weights at other steps. A policy has reached a level with the first weights whose
-score is at least that.
+later steps, and of keeping weights at other steps. Between kept weights, score and seconds are taken to grow
+evenly: this says when a policy has reached a level.
 
     python examples/stories.py build/stories15m
     python -m bench.peers [KEY=VALUE ...] [--seeds 0 1 2] [--steps 32] [--show] [--json FILE]
@@ -34,7 +35,7 @@ GROUPS, SIZE, TOKENS = 8, 8, 40
 LR, BETAS, CLIP = 4e-5, (0.9, 0.95), 0.2
 PIECE = 16  # sequences that TRL trains at once: of 8, 16 and 64 the fastest
 ROWS, SAMPLES = 120, 4
-EVERY = 2  # steps between weights that are kept
+EVERY = 4  # steps between weights that are kept
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 
 
@@ -216,21 +217,31 @@ def judged(name: str, seed: int, ran: Ran, task: Path) -> dict[str, Any]:
     return row
 
 
+def seconds_until(level: float, rows: Sequence[dict[str, Any]]) -> float | None:
+    """Return when a policy whose scores are `rows`, by step, has first reached a level."""
+    before: dict[str, Any] | None = None
+    for row in rows:
+        if row["score"] >= level:
+            if before is None:
+                return float(row["in_all_s"])
+            share = (level - before["score"]) / (row["score"] - before["score"])
+            return round(before["in_all_s"] + share * (row["in_all_s"] - before["in_all_s"]), 1)
+        before = row
+    return None
+
+
 def reached(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each level that both reach with every seed, their seconds until then, and the ratio."""
     found = list[dict[str, Any]]()
     for level in LEVELS:
-        first = dict[tuple[str, int], dict[str, Any]]()
-        for row in rows:
-            if row["score"] >= level:
-                first.setdefault((row["by"], row["seed"]), row)
-        if len(first) < len({(row["by"], row["seed"]) for row in rows}):
-            break
-        of = {
-            by: [row["in_all_s"] for (name, _), row in first.items() if name == by]
-            for by in ("trl", "asyncrl")
-        }
-        found.append({"level": level, **of, "asyncrl / trl": round(sum(of["asyncrl"]) / sum(of["trl"]), 2)})
+        row: dict[str, Any] = {"level": level}
+        for by in ("trl", "asyncrl"):
+            seeds = sorted({row["seed"] for row in rows})
+            curves = [[row for row in rows if (row["by"], row["seed"]) == (by, seed)] for seed in seeds]
+            row[by] = [seconds_until(level, curve) for curve in curves]
+        if None not in (*row["trl"], *row["asyncrl"]):
+            row["asyncrl / trl"] = round(sum(row["asyncrl"]) / sum(row["trl"]), 2)
+            found.append(row)
     return found
 
 
@@ -254,12 +265,13 @@ def main() -> None:
             sep="\n",
         )
         return None
-    rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as directory:
-        for seed in options.seeds:
-            for name, further in (("trl", ()), ("asyncrl", options.further)):
-                for ran in run(name, options.task, seed, options.steps, Path(directory), further):
-                    rows.append(judged(name, seed, ran, options.task))
+        trained = [
+            (name, seed, run(name, options.task, seed, options.steps, Path(directory), further))
+            for seed in options.seeds
+            for name, further in (("trl", ()), ("asyncrl", options.further))
+        ]
+        rows = [judged(name, seed, ran, options.task) for name, seed, kept in trained for ran in kept]
     levels = reached(rows)
     print(*(json.dumps(level) for level in levels), sep="\n")
     if options.json:
