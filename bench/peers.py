@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,20 +201,23 @@ def score(weights: Path, task: Path) -> tuple[float, float]:
     return statistics.mean(means), statistics.stdev(means) / len(means) ** 0.5
 
 
-def judged(name: str, seed: int, ran: Ran, task: Path) -> dict[str, Any]:
-    """Score a policy, and print its row of the table."""
-    mean, error = score(ran.weights, task)
-    row = {
-        "by": name,
-        "seed": seed,
-        "step": ran.step,
-        "score": round(mean, 3),
-        "score_error": round(error, 3),
-        "training_s": round(ran.training_s, 1),
-        "in_all_s": round(ran.in_all_s, 1),
-    }
-    print(json.dumps(row), flush=True)
-    return row
+def judged(name: str, seed: int, kept: Sequence[Ran], task: Path) -> Iterator[dict[str, Any]]:
+    """Score the policies of a run up to the first at the last level, and print their rows of the table."""
+    for ran in kept:
+        mean, error = score(ran.weights, task)
+        row = {
+            "by": name,
+            "seed": seed,
+            "step": ran.step,
+            "score": round(mean, 3),
+            "score_error": round(error, 3),
+            "training_s": round(ran.training_s, 1),
+            "in_all_s": round(ran.in_all_s, 1),
+        }
+        print(json.dumps(row), flush=True)
+        yield row
+        if mean >= LEVELS[-1]:
+            return
 
 
 def seconds_until(level: float, rows: Sequence[dict[str, Any]]) -> float | None:
@@ -271,7 +274,7 @@ def main() -> None:
             for seed in options.seeds
             for name, further in (("trl", ()), ("asyncrl", options.further))
         ]
-        rows = [judged(name, seed, ran, options.task) for name, seed, kept in trained for ran in kept]
+        rows = [row for name, seed, kept in trained for row in judged(name, seed, kept, options.task)]
     levels = reached(rows)
     print(*(json.dumps(level) for level in levels), sep="\n")
     if options.json:
