@@ -214,7 +214,7 @@ def test_every_command_is_typed_or_has_a_reason_not_to_be(project: Path) -> None
             process.kill()
     assert "step 3/3" in training
     assert "reward/right/mean" in (run / "metrics" / "learner.jsonl").read_text()
-    for name in ("quickstart", "another", "plain"):
+    for name in ("quickstart", "another", "plain", "hosts"):
         shutil.copytree(run, project / "runs" / name, ignore=shutil.ignore_patterns("*.sock"))
 
     for text, page in sorted(listed().items()):
