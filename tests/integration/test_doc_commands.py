@@ -71,6 +71,7 @@ NOT_TYPED = {
     "asyncrl up model.path=MODEL": "a model: tests/unit/test_command_line.py reads such keys",
     "asyncrl down /shared/runs/task": "a run on a Ray cluster: tests/integration/test_ray.py ends one",
     "bash .ci/run": "is what runs this",
+    "ASYNCRL_EXTRA=cpu make install": "as `make install`",
     "PYTHON=python3.13 make test": "network: the workflow's job pythons installs and tests each of them",
     "make test": "lint, types and other tests than this one",
     "make test-all": "is what runs this",
