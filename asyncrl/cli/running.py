@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 Fresh = Annotated[bool, typer.Option(help="Delete the files of an earlier run of this name.")]
 Plain = Annotated[bool, typer.Option(help="Lines instead of the dashboard.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="With cluster.kind: print what each host would run.")]
 
 
 def _run(
@@ -135,9 +136,7 @@ def up(
     config: ConfigOption = None,
     fresh: Fresh = False,
     plain: Plain = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With cluster.kind: print what each host would run.")
-    ] = False,
+    dry_run: DryRun = False,
     back_to: Annotated[
         int | None, typer.Option("--from", metavar="STEP", help="Go on from this kept checkpoint.")
     ] = None,
@@ -166,18 +165,20 @@ def quickstart(
     ] = None,
     fresh: Fresh = False,
     plain: Plain = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a tiny model that can hardly add, with the whole system, without GPU or download.
 
     Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
     """
     from asyncrl.config.load import load_config
+    from asyncrl.config.named_files import QUICKSTART
     from asyncrl.quickstart.shipped import place
 
     config = Path("configs/quickstart.yaml")
     load_config(config, words or ())  # reports mistakes in the overrides before anything is written
-    place(Path("build/quickstart"), typer.echo)
-    up(words, config, fresh=fresh, plain=plain)
+    place(Path(QUICKSTART), typer.echo)
+    up(words, config, fresh=fresh, plain=plain, dry_run=dry_run)
 
 
 @app.command()

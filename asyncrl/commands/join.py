@@ -142,7 +142,7 @@ def joined(
 
     Their ids begin with `name`, by default with those of this host and process.
     `report` gets the reason for waiting, at most `wait_s`. `check` gets the config before anything is
-    started, and raises if this machine cannot run it. For `allowed` see `commands.allowance`.
+    started, and raises if this machine cannot run it. For `allowed` see `check_allowed`.
     """
     prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
     try:

@@ -27,6 +27,8 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst"
 SEEDS = "seeds:"
 # Characters of a pattern.
 WILD = frozenset("*?[")
+# Where `asyncrl quickstart` puts its model and data, below the working directory.
+QUICKSTART = "build/quickstart"
 # Name of the Hugging Face directory in the run directory of a stage.
 EXPORT = "hf"
 # Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
@@ -114,7 +116,8 @@ def unusable(source: str) -> str:
     close = closest(path.name, neighbours)
     hint = f" (did you mean `{path.parent / close}`?)" if close else ""
     written = ", where ~ and variables are not expanded: write them out" if {"~", "$"} & set(source) else ""
-    return f"found no {source}{written}{hint}"
+    made = ", which `asyncrl quickstart` makes" if path.is_relative_to(QUICKSTART) else ""
+    return f"found no {source}{made}{written}{hint}"
 
 
 def too_long(error: OSError, root: Node) -> Mistake:

@@ -14,7 +14,7 @@ from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _LONGEST_TEXT, _MOST_ENTRIES = 300, 64
-STATES = ("starting", "sampling", "waiting_tickets", "waiting_weights", "updating", "dirty", "leaving")
+STATES = ("starting", "sampling", "waiting_tickets", "waiting_weights", "updating", "dirty")
 
 
 def check_names(*names: str) -> None:

@@ -14,7 +14,6 @@ from asyncrl.session.base import Request, Turn
 from asyncrl.session.tree import Session
 from asyncrl.types import Rollout
 
-ZERO_STATE = 0x9E3779B97F4A7C15  # what a state of 0 becomes
 # From the prompt's ids, the rollout and the tools that the answer may call (`AnswerReader.read`).
 Read = Callable[[Sequence[int], Rollout, Sequence[Message]], Answer]
 
@@ -86,14 +85,10 @@ class SessionTalk:
     def score_turn(self, reward: float | None, state: int | None = None) -> None:
         if self.last is None:
             raise EnvironmentFault("the environment scored a turn before the first answer of the model")
-        if state is not None and not isinstance(state, int):
-            text = f"the state of a turn is {state!r:.40}; allowed is a whole number, such as a hash"
-            raise EnvironmentFault(text, reason="returned")
         if reward is not None:
             self.last.reward = reward
         if state is not None:
-            # Python's own hashes are negative for half of all states; 0 is the column's value for no state.
-            self.last.state = state % 2**64 or ZERO_STATE
+            self.last.state = state
 
     def close(self) -> None:
         """Abort the requests; no further turn begins."""

@@ -122,7 +122,7 @@ class Talk(Protocol):
         """
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None:
-        """Give the last turn a reward or none, and a hash (64 bits) of the state that it started from."""
+        """Give the last turn a reward or none, and `returned.state_of` the state that it started from."""
 
 
 class Environment(Protocol):

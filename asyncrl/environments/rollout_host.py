@@ -71,8 +71,8 @@ class Session:
             raise TypeError(text)
         return await self._host.ask({"text": text, "episode": self._number})
 
-    def score_turn(self, reward: float | None, state: int | None = None) -> None:
-        """Give the last turn a reward, if any, and the hash (64 bits) of the state that it started from."""
+    def score_turn(self, reward: float | None, state: object = None) -> None:
+        """Give the last turn a reward, if any, and name the state that it started from by a value of JSON."""
         self._host.tell({"reward": reward, "state": state, "episode": self._number})
 
 

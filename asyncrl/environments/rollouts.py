@@ -13,7 +13,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import BudgetSpent, Outcome, Talk
 from asyncrl.environments.channel import Channel
 from asyncrl.environments.fork_server import ForkServer, Worker, keep
-from asyncrl.environments.returned import read_reward
+from asyncrl.environments.returned import read_reward, state_of
 from asyncrl.environments.tool_schemas import tool_schema
 from asyncrl.errors import EnvironmentFault
 
@@ -143,7 +143,8 @@ class _Episode:
         try:
             value = read_reward("score_turn", reward)
             if value is not None or state is not None:
-                self._talk.score_turn(value, state)
+                named = None if state is None else state_of(None, {"state": state})
+                self._talk.score_turn(value, named)
         except EnvironmentFault as fault:
             self.fail(fault)
 

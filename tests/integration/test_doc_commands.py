@@ -72,6 +72,7 @@ NOT_TYPED = {
     "asyncrl up model.path=MODEL": "a model: tests/unit/test_command_line.py reads such keys",
     "asyncrl down /shared/runs/task": "a run on a Ray cluster: tests/integration/test_ray.py ends one",
     "bash .ci/run": "is what runs this",
+    "ASYNCRL_EXTRA=cpu make install": "as `make install`",
     "PYTHON=python3.13 make test": "network: the workflow's job pythons installs and tests each of them",
     "make test": "lint, types and other tests than this one",
     "make test-all": "is what runs this",
@@ -215,7 +216,7 @@ def test_every_command_is_typed_or_has_a_reason_not_to_be(project: Path) -> None
             process.kill()
     assert "step 3/3" in training
     assert "reward/right/mean" in (run / "metrics" / "learner.jsonl").read_text()
-    for name in ("quickstart", "another", "plain"):
+    for name in ("quickstart", "another", "plain", "hosts"):
         shutil.copytree(run, project / "runs" / name, ignore=shutil.ignore_patterns("*.sock"))
 
     for text, page in sorted(listed().items()):

@@ -16,6 +16,7 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.environments.environments import REPLACE_S
 from asyncrl.environments.fork_server import ForkServer
+from asyncrl.environments.returned import state_of
 from asyncrl.errors import EngineError, EnvironmentFault
 from asyncrl.types import Prompt
 from tests.support.environments import calls, environment, fork_server, play
@@ -152,6 +153,8 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 
+states = {"zero": 0, "said": "Too low.", "listed": [8, 31]}
+
 async def rollout(session, prompt, how="sum", **columns):
     if how == "silent": return 1.0
     messages = list(prompt)
@@ -166,7 +169,7 @@ async def rollout(session, prompt, how="sum", **columns):
             value = str(add(**call.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": value})
         if not answer.tool_calls: break
-    session.score_turn(0.25, state=7)
+    session.score_turn(0.25, state=states.get(how, 7))
     session.metrics["messages"] = "many" if how == "words" else len(messages)
     if how == "raise": raise KeyError("lost")
     if how == "sleep": await asyncio.Event().wait()
@@ -628,9 +631,17 @@ def test_a_rollout_talks_to_the_model_as_it_likes(tmp_path):
     talk = sums()
     end = run_rollout(tmp_path, "sum", talk)
     assert (end.finish_reason, end.reward, end.metrics) == ("stop", 1.0, {"turns": 2.0, "messages": 4.0})
-    assert talk.rewards == [(0.25, 7)]
+    assert talk.rewards == [(0.25, state_of(None, {"state": 7}))]
     assert [one["function"]["name"] for one in talk.tools[0]] == ["add"], "functions become schemas"
     assert talk.shown[1][-1] == {"role": "tool", "tool_call_id": "call-0", "name": "add", "content": "5"}
+
+
+@pytest.mark.parametrize(("how", "state"), [("zero", 0), ("said", "Too low."), ("listed", [8, 31])])
+def test_a_rollout_names_a_state_as_a_text_environment_does(tmp_path, how, state):
+    talk = sums()
+    assert run_rollout(tmp_path, how, talk).reward == 1.0
+    ((_, named),) = talk.rewards
+    assert named == state_of("another observation", {"state": state}) != 0
 
 
 def test_a_rollout_may_ask_a_judge_that_is_not_trained(tmp_path):
@@ -722,7 +733,7 @@ def test_a_budget_that_is_spent_within_a_task_group_ends_the_rollout_and_is_no_f
 
     end, rewards = asyncio.run(scenario())
     assert (end.finish_reason, end.reward) == ("sequences", None)
-    assert not answered.is_set() or rewards == [(None, 7)]
+    assert not answered.is_set() or rewards == [(None, state_of(None, {"state": 7}))]
 
 
 def test_states_reach_the_talk_without_rewards(tmp_path):
@@ -732,7 +743,7 @@ def test_states_reach_the_talk_without_rewards(tmp_path):
             return await play(played, talk), talk.rewards
 
     end, rewards = asyncio.run(scenario())
-    assert rewards == [(None, 7)] * 2 and end.metrics["asked"] == 2
+    assert rewards == [(None, state_of(None, {"state": 7}))] * 2 and end.metrics["asked"] == 2
 
 
 def test_a_rollout_sees_what_other_environments_see_of_a_turn(tmp_path):

@@ -24,11 +24,11 @@ EPISODES = {
     "text": "the rollout raised ValueError: no such item: \\?",
     "unprintable": "the rollout raised Unprintable, which has no text",
     "metric": "an episode metric has the name '\\?'",
-    "state": "the state of a turn is '\\?'",
     "nan": "`rollout` returned the reward nan",
     "huge": "the rollout raised ValueError: found [0-9,]+ bytes; at most 16,777,216 are allowed",
     "reward": "reward part `judged` raised ValueError: \\?",
     "said": "",
+    "state": "",
     "part": "",
 }
 CODE = """

@@ -108,6 +108,14 @@ def test_the_readme_has_every_command():
     } >= visible
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_an_environment_is_made_before_it_is_activated(page):
+    texts = [command.text for command in commands(page)]
+    if (entered := "source .venv/bin/activate") in texts:
+        before = texts[: texts.index(entered)]
+        assert any(text.endswith("make install") for text in before), "no clone has a .venv"
+
+
 def messages() -> list[str]:
     """Every text of the program; what is filled in is …"""
     found = []

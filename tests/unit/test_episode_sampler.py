@@ -505,30 +505,6 @@ def test_tools_without_a_parser_are_the_episodes_fault_and_do_not_end_the_run():
         group_of(made)
 
 
-def test_pythons_negative_hashes_are_states_and_other_values_are_faults():
-    async def play(talk, episode):
-        await talk.complete("ab")
-        talk.score_turn(1.0, hashes[episode])
-        return Outcome(finish_reason="stop", reward=1.0)
-
-    def states():
-        return [one.turns.states.tolist() for one in group_of(sampler(play)[0]).rollouts]
-
-    hashes = (-5, 5, 2**64 + 7)
-    assert states() == [[2**64 - 5], [5], [7]]
-    hashes = (0, 2**64, 5)
-    first, second, other = states()
-    assert first == second != other and first != [0], "the column says 0 where a turn has no state"
-
-    async def named(talk, episode):
-        await talk.complete("ab")
-        talk.score_turn(1.0, "start")
-
-    made, _ = sampler(named, replays=0)
-    with pytest.raises(RewardError, match="the state of a turn is 'start'; allowed is a whole number"):
-        group_of(made)
-
-
 def test_a_turn_keeps_what_an_earlier_call_gave():
     async def play(talk, episode):
         await talk.complete("ab")

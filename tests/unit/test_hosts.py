@@ -51,6 +51,7 @@ from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import calling
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
+from tests.support.pages import ROOT, commands
 from tests.support.ports import free_ports
 from tests.support.waiting import let_pass
 
@@ -350,6 +351,19 @@ def test_mistakes_are_reported_together_with_and_without_hosts(tmp_path):
             typed(["up", str(path), *overrides])
     with pytest.raises(ConfigError, match=r"found --dry-run, but .* sets no cluster\.kind"):
         typed(["up", str(path), "cluster.kind=null", "--dry-run"])
+
+
+@pytest.mark.parametrize("page", ["hosts", "hosts-ray", "hosts-slurm"])
+def test_the_lines_of_the_pages_need_no_quick_start_before_them(page, tmp_path, monkeypatch, capsys):
+    """Where it was trained, its run has ended, or keeps its ranks; elsewhere there is no model yet."""
+    monkeypatch.chdir(tmp_path)
+    lines = [one.words[1:] for one in commands(ROOT / "docs" / f"{page}.md") if " cluster.kind=" in one.text]
+    assert lines
+    for line in lines:
+        assert any(word.startswith("run.name=") for word in line), line
+        # Ray is not installed everywhere.
+        assert typed([*line, "--dry-run", "cluster.kind=slurm"]) == 0
+        assert "learner-0" in capsys.readouterr().out
 
 
 class Engine:

@@ -1,5 +1,8 @@
 """The order of one step is part of the contract."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 
 from asyncrl.batch.hooks import Hooks
@@ -7,6 +10,7 @@ from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.hosting.progress import Pace
 from tests.support.learner_world import World, learn
+from tests.support.pages import ROOT
 
 
 def test_by_default_a_batch_is_one_step_and_weights_are_out_before_anything_slow():
@@ -103,6 +107,28 @@ def test_hooks_come_before_the_first_step_and_after_the_weights_are_out():
         "train",
         "publish",
     }
+
+
+def test_the_time_of_hooks_is_that_of_both_as_the_page_says(monkeypatch):
+    now_s = [0.0]
+
+    class Slow(World):
+        def before_step(self, plan):
+            now_s[0] += 1.0
+            return super().before_step(plan)
+
+        def after_step(self, step):
+            now_s[0] += 2.0
+            return super().after_step(step)
+
+    monkeypatch.setattr("asyncrl.stopwatch.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    world = Slow()
+    learn(world, steps=4, hooks=Hooks([("w", world)]))
+    assert world.reported[0].seconds["hooks"] == 3.0
+    page = (ROOT / "docs" / "planes" / "learning.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `time/hooks` \| (.*) \|$", page, re.MULTILINE)
+    assert page.count("before_step") == page.count("after_step") == 1
+    assert "before_step" in row and "after_step" in row
 
 
 def test_a_step_reports_the_coefficients_it_used_and_the_next_uses_what_it_measured():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -121,3 +122,9 @@ def test_what_the_dashboard_shows_is_documented() -> None:
             )
         )
     assert len(shown) > 15 and shown - documented() == set()
+
+
+def test_comments_of_the_configs_name_metrics_that_exist() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "configs").rglob("*.yaml"))
+    named = re.findall(r"`([a-z]+/[\w/@]+)`", text)
+    assert named and [name for name in named if not any(fnmatchcase(name, one) for one in METRICS)] == []

@@ -1,8 +1,11 @@
 """The worked examples of docs/planes are what the program computes."""
 
+import itertools
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +15,9 @@ from asyncrl.algo.advantages import rloo
 from asyncrl.algo.staleness import choose, credit_limit, lag_bound, minimum_version
 from asyncrl.batch.estimate import Estimator
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.control.base import STATES
+from asyncrl.control.membership import Member
+from asyncrl.heartbeats import Heartbeats
 from asyncrl.lineage import Weights
 from asyncrl.session.tree import Session
 from asyncrl.types import Group, Rollout, version_spans
@@ -44,6 +50,27 @@ def test_credit_and_window_of_the_sampling_page() -> None:
     needed = {ticket: minimum_version(ticket, version=2, limit=21, groups=4) for ticket in range(14, 22)}
     assert [ticket for ticket, version in needed.items() if version == 2] == [18, 19, 20, 21]
     assert {minimum_version(ticket, version=1, limit=16, groups=4) for ticket in range(13, 17)} == {1}
+
+
+def test_states_of_the_control_page() -> None:
+    """That before the first heartbeat, and those that heartbeats tell."""
+    found = {Member(hello=None, heard_at_s=0.0).state}
+    for updating, version, sampling, holds in itertools.product(
+        (True, False), (-1, 0), (True, False), (0, 1)
+    ):
+        heartbeats = Heartbeats(
+            engine=None,
+            sampler=SimpleNamespace(clock=SimpleNamespace(sampling=sampling)),
+            weights=SimpleNamespace(is_updating=updating, version=version),
+            control=None,
+            tracker=None,
+            every_s=1.0,
+            duty=None,
+            holds_tickets=lambda holds=holds: bool(holds),
+        )
+        found.add(heartbeats._state())
+    text = (PLANES / "control.md").read_text(encoding="utf-8").split("## States of a member")[1]
+    assert set(re.findall(r"^\| `(\w+)` \|", text.split("\n## ")[0], re.MULTILINE)) == {*STATES} == found
 
 
 def test_ledger_of_the_buffer_page() -> None:

@@ -19,6 +19,7 @@ from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.sandbox import reward_sandbox
 from asyncrl.sandbox import bubblewrap, seccomp
 from asyncrl.sandbox.bubblewrap import environment, limits
+from tests.support.pages import ROOT
 
 
 @pytest.fixture
@@ -179,6 +180,12 @@ def test_why_there_can_be_no_sandbox_is_said_with_the_fix(bwrap, problem, tmp_pa
     monkeypatch.setenv("PATH", f"{tmp_path}:/nowhere" if bwrap is None else f"{tmp_path}:/usr/bin:/bin")
     found = reward_sandbox([], tmp_path / "runs").problem()
     assert found is None if problem is None else re.search(problem, str(found))
+
+
+def test_the_variables_that_are_inherited_are_those_of_the_page():
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    (names,) = re.findall(r"^\| environment \| `(PATH[^`]*)`", page, re.MULTILINE)
+    assert names == bubblewrap._VARIABLES
 
 
 def test_no_secret_is_inherited(monkeypatch):

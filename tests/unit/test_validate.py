@@ -833,6 +833,13 @@ def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
     )
 
 
+def test_the_config_of_the_quick_start_says_what_makes_its_model_and_rows():
+    with pytest.raises(ConfigError) as caught:
+        validated_config(Path("configs/quickstart.yaml"))
+    for found in ("model.path: found no build/quickstart/model", "quickstart/train.jsonl", "test.jsonl"):
+        assert f"{found}, which `asyncrl quickstart` makes; give a" in str(caught.value)
+
+
 def test_a_file_for_another_python_may_have_its_grammar():
     Path("newer.py").write_text("class Game:\n    x = = 1\n")
     (line,) = said_of(GOOD, "environment.uses=newer.py:Game")
