@@ -4,18 +4,10 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from asyncrl.errors import AsyncRLError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Attempt:
-    """Whether a call succeeded."""
-
-    succeeded: bool = False
 
 
 class BestEffort:
@@ -26,11 +18,10 @@ class BestEffort:
         self._failing: dict[str, tuple[type[Exception], object]] = {}
 
     @contextmanager
-    def __call__(self, what: str) -> Iterator[Attempt]:
+    def __call__(self, what: str) -> Iterator[None]:
         """Run the body and log what it raises. The log names it `what`: `with may_fail("the view"): ...`."""
-        attempt = Attempt()
         try:
-            yield attempt
+            yield
         except Exception as error:  # no error of this call may end the run
             self.failures[what] += 1
             kind = (type(error), getattr(error, "errno", None))
@@ -40,6 +31,5 @@ class BestEffort:
                 said = "%s failed and will be tried again; the run goes on: %s"
                 log.error(said, what, error, exc_info=trace)
             return
-        attempt.succeeded = True
         if self._failing.pop(what, None):
             log.info("%s works again, after %d failures", what, self.failures[what])

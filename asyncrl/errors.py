@@ -148,6 +148,21 @@ def lacks_gpu_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
+def from_extra(extra: str) -> Iterator[None]:
+    """Import a library of `asyncrl[extra]` in the body. Raises MissingLibrary with the install command."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"the package {error.name} is not installed; run: {install_command(extra)}"
+        raise MissingLibrary(message) from error
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs the libraries of `extras`."""
+    return f"pip install 'asyncrl[{','.join(extras)}]'"
+
+
+@contextmanager
 def ungrouped() -> Iterator[None]:
     """Raise the first error of a task group as itself, with the others as its notes, if all are ours.
 

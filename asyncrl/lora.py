@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.sections import LoraConfig, ModelConfig
-from asyncrl.errors import ConfigError
-from asyncrl.extras import from_extra
+from asyncrl.errors import ConfigError, from_extra
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -143,9 +143,10 @@ def supervised(
 
     def record(pids: Mapping[str, int]) -> None:
         nonlocal is_recorded
-        with may_fail("the record of processes") as attempt:
+        is_recorded = False
+        with may_fail("the record of processes"):
             directory.write_processes(pids)
-        is_recorded = attempt.succeeded
+            is_recorded = True
 
     def tend() -> None:
         members.tend()

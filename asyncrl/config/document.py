@@ -267,22 +267,17 @@ def override(model: type[Part], text: str) -> Node:
     return _spelled_out(model, node)
 
 
-def _spelled_out(model: type[Part], root: Node) -> Node:
+def _spelled_out(model: type[Part], node: Node, keys: Keys = ()) -> Node:
     """Return the document with names as sections.
 
     `advantage: rloo` becomes `advantage: {name: rloo}`, and a reward function `math` `{function: math}`.
     """
-
-    def visit(node: Node, keys: Keys) -> Node:
-        if isinstance(node.value, str) and (key := named_by(model, keys)):
-            return Node({key: node}, node.place)
-        if isinstance(node.value, dict):
-            return Node({key: visit(child, (*keys, key)) for key, child in node.value.items()}, node.place)
-        if isinstance(node.value, list):
-            return Node([visit(child, (*keys, index)) for index, child in enumerate(node.value)], node.place)
+    if isinstance(node.value, str) and (key := named_by(model, keys)):
+        return Node({key: node}, node.place)
+    if not isinstance(node.value, dict | list):
         return node
-
-    return visit(root, ())
+    spelled = {key: _spelled_out(model, child, (*keys, key)) for key, child in node.children.items()}
+    return Node([*spelled.values()] if isinstance(node.value, list) else spelled, node.place)
 
 
 def read(model: type[Part], path: Path) -> tuple[Node, list[Problem]]:

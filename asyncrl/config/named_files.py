@@ -18,8 +18,7 @@ from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, TelemetryConfig
 from asyncrl.config.wording import closest, divisors
-from asyncrl.errors import ConfigError
-from asyncrl.extras import install_command
+from asyncrl.errors import ConfigError, install_command
 
 # Suffixes by which a name is recognised as a file; not all of them can be read.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")

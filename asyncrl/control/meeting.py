@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 import zmq
 
@@ -104,7 +104,7 @@ class _Host:
     has_ended: bool = False
 
 
-class LeadHost:
+class LeadHost(contextlib.AbstractContextManager["LeadHost"]):
     """The end of host 0, which has rank 0."""
 
     def __init__(self, terms: Terms, keys: LearnerKeys) -> None:
@@ -220,9 +220,6 @@ class LeadHost:
             return False
         return True
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._said = Ended(self._status)
         for host in self._hosts.values():
@@ -240,7 +237,7 @@ class LeadHost:
         self._context.term()
 
 
-class FollowerHost:
+class FollowerHost(contextlib.AbstractContextManager["FollowerHost"]):
     """The end of every other host."""
 
     def __init__(self, terms: Terms, keys: GeneratorKeys, number: int) -> None:
@@ -318,9 +315,6 @@ class FollowerHost:
     def _send(self, message: Message) -> None:
         with contextlib.suppress(zmq.Again):  # host 0 is away
             self._socket.send(CODEC.encode(message, self._terms.wire_key), zmq.NOBLOCK)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._send(Ended(self._status))

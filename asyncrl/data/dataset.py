@@ -13,8 +13,7 @@ from typing import overload
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.named_files import SEEDS, WILD, local_files
 from asyncrl.data.row_files import FORMATS, Lazy, Row, arrow_rows, read_file, stored
-from asyncrl.errors import DataError
-from asyncrl.extras import install_command
+from asyncrl.errors import DataError, install_command
 
 MOST_SEEDS = 1_000_000
 # Rows of each source that are looked at before a run begins.

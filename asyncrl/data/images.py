@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data.row_files import Row
-from asyncrl.errors import DataError
-from asyncrl.extras import from_extra
+from asyncrl.errors import DataError, from_extra
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from asyncrl.errors import DataError, RowsChanged
-from asyncrl.extras import install_command
+from asyncrl.errors import DataError, RowsChanged, install_command
 
 Row = Mapping[str, Any]
 FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")

@@ -1,6 +1,8 @@
 """The interface of an inference engine: it samples rollouts, and adopts new weights while requests run."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -85,6 +87,51 @@ def require_shapes(theirs: Mapping[str, Sequence[int]], ours: Mapping[str, Seque
         if theirs.get(name) != ours.get(name):
             text = f"{name} has shape {theirs.get(name)} in the update"
             raise TransferError(f"{text}, {ours.get(name)} in the engine")
+
+
+class Bookkeeping:
+    """What every engine notes: its weights, its updates and their pauses, and the tokens that it sampled."""
+
+    def __init__(self) -> None:
+        self._weights = Weights(0)
+        self._updates = 0  # begun: the salt
+        self._received: Any = None  # what the update under way has brought
+        self._sampled_tokens = 0
+        self._paused_since_s: float | None = None
+        self._paused_s = 0.0
+
+    @property
+    def weights(self) -> Weights:
+        return self._weights
+
+    @property
+    def salt(self) -> str:
+        return str(self._updates)
+
+    async def begin_update(self) -> None:
+        self._weights, self._received = Weights(-1), None
+        self._updates += 1
+        if self._paused_since_s is None:  # otherwise an update has failed, and its pause goes on
+            self._paused_since_s = time.monotonic()
+
+    @contextmanager
+    def finishing(self, weights: Weights) -> Iterator[None]:
+        """Name the weights and end the pause after the block. Raises EngineError if none were received."""
+        if self._paused_since_s is None or self._received is None:
+            raise EngineError(f"finish_update({weights}): no weights were received")
+        yield
+        self._weights = weights
+        self._paused_s += time.monotonic() - self._paused_since_s
+        self._paused_since_s = None
+
+    def distrust(self) -> None:
+        pass
+
+    def counters(self, running: int) -> EngineStats:
+        """Return `stats` of an engine with so many running requests."""
+        pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
+        paused_s = self._paused_s + pausing_s
+        return EngineStats(sampled_tokens=self._sampled_tokens, running_requests=running, paused_s=paused_s)
 
 
 class Engine(Protocol):

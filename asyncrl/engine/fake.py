@@ -6,14 +6,13 @@ computes them from the version. In a vector policy, token 0 ends a response.
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.base import EngineStats, SamplingSpec, aborted
+from asyncrl.engine.base import Bookkeeping, EngineStats, SamplingSpec, aborted
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout, version_spans
@@ -34,7 +33,7 @@ def logprobs_of(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArra
     return logprobs
 
 
-class FakeEngine:
+class FakeEngine(Bookkeeping):
     """The `Engine` interface in one process; deterministic for a seed and an order of calls."""
 
     def __init__(
@@ -46,28 +45,15 @@ class FakeEngine:
         logits: Sequence[Sequence[float]] | None = None,
     ) -> None:
         """`token_s` is the time per token; requests run concurrently. `logits` is the table of version 0."""
+        super().__init__()
         self._vocabulary = vocabulary
         self._token_s = token_s
         self._random = np.random.default_rng(seed)
         self._logits = logits_of(0, vocabulary) if logits is None else np.array(logits, dtype=np.float32)
-        self._received: NDArray[np.float32] | None = None
-        self._weights = Weights(0)
-        self._updates = 0
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
-        self._sampled_tokens = 0
-        self._paused_since_s: float | None = None
-        self._paused_s = 0.0
         self._dead = False
-
-    @property
-    def weights(self) -> Weights:
-        return self._weights
-
-    @property
-    def salt(self) -> str:
-        return str(self._updates)
 
     async def sample(
         self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, **_: object
@@ -133,12 +119,8 @@ class FakeEngine:
 
     async def begin_update(self) -> None:
         self._require_alive()
-        self._weights = Weights(-1)
-        self._updates += 1
-        self._received = None
+        await super().begin_update()
         self._resumed.clear()
-        if self._paused_since_s is None:
-            self._paused_since_s = time.monotonic()
 
     async def receive(self, order: UpdateOrder) -> None:
         self._require_alive()
@@ -154,16 +136,10 @@ class FakeEngine:
             )
         self._received = logits
 
-    def distrust(self) -> None:
-        pass
-
     async def finish_update(self, weights: Weights) -> None:
         self._require_alive()
-        if self._paused_since_s is None or self._received is None:
-            raise EngineError(f"finish_update({weights}): no weights were received")
-        self._logits, self._weights = self._received, weights
-        self._paused_s += time.monotonic() - self._paused_since_s
-        self._paused_since_s = None
+        with self.finishing(weights):
+            self._logits = self._received
         self._resumed.set()
 
     async def abort_requests(self) -> None:
@@ -183,12 +159,7 @@ class FakeEngine:
         self._require_alive()
 
     def stats(self) -> EngineStats:
-        pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
-        return EngineStats(
-            sampled_tokens=self._sampled_tokens,
-            running_requests=sum(self._running.values()),
-            paused_s=self._paused_s + pausing_s,
-        )
+        return self.counters(sum(self._running.values()))
 
     async def close(self) -> None:
         await self.abort_requests()

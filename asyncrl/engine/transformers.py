@@ -7,7 +7,6 @@ pass gave its distribution. vLLM samples many times faster.
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, generation
 from asyncrl.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
 from asyncrl.engine.base import (
+    Bookkeeping,
     Device,
     EngineStats,
     PromptImages,
@@ -175,13 +175,14 @@ class _Request:
         return found
 
 
-class TransformersEngine:
+class TransformersEngine(Bookkeeping):
     """The `Engine` interface on `transformers.generate`, made by `start`."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, target: str, deadline_s: float, routers: int = 0
     ) -> None:
         """`routers` is the number of those whose choices are recorded."""
+        super().__init__()
         self._model, self.tokenizer, self._deadline_s = model, tokenizer, deadline_s
         self.routers = routers
         self._target = target  # what an update replaces; a vision part is frozen
@@ -196,13 +197,7 @@ class TransformersEngine:
         # The probe is scored where updates load, so that neither waits for requests, and one for the other.
         self._sampling, self._loading = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.computing_weights = Weights(0)
-        self._weights = Weights(0)
-        self._updates = 0
-        self._received = False
         self._running: dict[_Request, asyncio.Future[list[Rollout]]] = {}
-        self._sampled_tokens = 0
-        self._paused_since_s: float | None = None
-        self._paused_s = 0.0
 
     @classmethod
     def start(
@@ -236,14 +231,6 @@ class TransformersEngine:
         return cls(
             loaded, tokenizer, target=model.update_target, deadline_s=weights.deadline_s, routers=routers
         )
-
-    @property
-    def weights(self) -> Weights:
-        return self._weights
-
-    @property
-    def salt(self) -> str:
-        return str(self._updates)
 
     async def sample(
         self,
@@ -307,11 +294,7 @@ class TransformersEngine:
         return scores
 
     async def begin_update(self) -> None:
-        self._weights = Weights(-1)
-        self._received = False
-        self._updates += 1
-        if self._paused_since_s is None:
-            self._paused_since_s = time.monotonic()
+        await super().begin_update()
         if not await asyncio.to_thread(self.gate.shut, self._deadline_s):
             raise self._late("a forward pass")
 
@@ -349,15 +332,9 @@ class TransformersEngine:
             torch.cuda.synchronize(device)
         slot.require_unchanged()
 
-    def distrust(self) -> None:
-        pass
-
     async def finish_update(self, weights: Weights) -> None:
-        if self._paused_since_s is None or not self._received:
-            raise EngineError(f"finish_update({weights}): no weights were received")
-        self._weights = self.computing_weights = weights
-        self._paused_s += time.monotonic() - self._paused_since_s
-        self._paused_since_s = None
+        with self.finishing(weights):
+            self.computing_weights = weights
         self.gate.open()
 
     async def abort_requests(self) -> None:
@@ -380,12 +357,7 @@ class TransformersEngine:
             await asyncio.sleep(_POLL_S)
 
     def stats(self) -> EngineStats:
-        pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
-        return EngineStats(
-            sampled_tokens=self._sampled_tokens,
-            running_requests=sum(request.count for request in self._running),
-            paused_s=self._paused_s + pausing_s,
-        )
+        return self.counters(sum(request.count for request in self._running))
 
     async def close(self) -> None:
         with suppress(EngineError):

@@ -322,12 +322,8 @@ class Supervisor:
         child.deaths_s.append(now_s)
         while now_s - child.deaths_s[0] > _RESTART_WINDOW_S:
             child.deaths_s.popleft()
-        name, path, deaths, last = (
-            child.spec.name,
-            child.spec.log_path,
-            len(child.deaths_s),
-            child.deaths.note(),
-        )
+        name, path = child.spec.name, child.spec.log_path
+        deaths, last = len(child.deaths_s), child.deaths.note()
         cause = child.hung or ending(status)
         if status == FAULT_FOUND and min(child.deaths.in_a_row, deaths) >= SAME_FAULTS:
             self._give_up(

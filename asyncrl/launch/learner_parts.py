@@ -58,13 +58,7 @@ def open_lead_run(
     reporting = open_reporting(config, directory, key_id=key_id(record_key), step=state.version)
     stack.callback(reporting.close)
     taking = open_taking(
-        config,
-        store,
-        data,
-        begun,
-        wire_key=wire_key,
-        step_under_way=directory.step_under_way,
-        fault=fault,
+        config, store, data, begun, wire_key=wire_key, step_under_way=directory.step_under_way, fault=fault
     )
     renew = claim_store(config, store, record_key, fresh=state.version == 0)
     publisher = open_publisher(

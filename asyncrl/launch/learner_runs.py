@@ -118,7 +118,7 @@ class LeadRun:
         counters = {f"weights/{name}": value for name, value in self.hub.counters().items()}
         counters["weights/moved"] = self._moved
         self.reporting.step(step, self.trainer.usage(), counters | self.taking.counters())
-        self.taking.trained(step.version - 1)
+        self.taking.deaths.end(step.version - 1)  # its groups killed no learner
         self.reporting.evaluation(self.taking.evaluated())
 
     def checkpoint(self, version: int, *, last: bool) -> None:
@@ -134,7 +134,7 @@ class LeadRun:
             if self.stop.is_set():  # the generators leave too, and the last step is saved
                 self.saving.exports.finish()
                 raise SystemExit(128 + signal.SIGTERM)
-        self.taking.close()
+        self.taking.lane.close()  # no ticket will follow
         self.saving.finish()
         self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")
         begin("end", Pace.SLOW)

@@ -167,7 +167,7 @@ class LeadSaving(Saving):
         except CheckpointError as error:
             log.error("step %d is saved; the store keeps its groups until the next save: %s", version, error)
         else:
-            self.taking.commit(ledger, version)
+            self.taking.intake.commit(ledger, version)
 
     def _ended(self, version: int) -> None:
         self.judged.ended(version)

@@ -82,10 +82,6 @@ class Taking:
         self.deaths.begin(version, collected.frames)
         return collected
 
-    def trained(self, version: int) -> None:
-        """Record that the step from `version` is over: its groups killed no learner."""
-        self.deaths.end(version)
-
     def evaluated(self) -> list[EvalResult]:
         """Return the rounds of evaluation that have become complete."""
         return [result for one in self.evaluations for result in one.poll()]
@@ -104,20 +100,12 @@ class Taking:
             self.heal(version)
             yield [result for one in self.evaluations for result in one.wait(1.0)]
 
-    def close(self) -> None:
-        """Tell the generators that no ticket will follow."""
-        self.lane.close()
-
     @property
     def settled(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """State for a checkpoint after the last whole step: of ledger, evaluation sets, and curriculum."""
         curriculum = self.curriculum.state() if self.curriculum else {}
         sets = {one.name: one.state() for one in self.evaluations}
         return self.intake.settled.to_dict(), sets, curriculum
-
-    def commit(self, ledger: Mapping[str, Any], version: int) -> None:
-        """Let the store forget the groups of the checkpoint that holds `ledger`."""
-        self.intake.commit(ledger, version)
 
     def revoke(self, holder: str) -> None:
         """Issue the tickets of a dead generator again, before its leases run out."""

@@ -12,8 +12,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.named_files import SEEDS, is_local, unusable
 from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
-from asyncrl.errors import RewardError
-from asyncrl.extras import install_command
+from asyncrl.errors import RewardError, install_command
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.plugins import package_spec
 from asyncrl.rewards.endpoints import key_of

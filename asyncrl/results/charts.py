@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from asyncrl.extras import from_extra
+from asyncrl.errors import from_extra
 from asyncrl.results.archive import Archive
 from asyncrl.telemetry.history import Points, Row, Series, growth_share, of_sets, thinned
 from asyncrl.telemetry.text import visible

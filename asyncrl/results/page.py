@@ -15,7 +15,7 @@ from importlib import resources
 
 import jinja2
 
-from asyncrl.extras import from_extra
+from asyncrl.errors import from_extra
 from asyncrl.results.charts import Chart
 from asyncrl.results.recorded import sample_head
 from asyncrl.telemetry.base import SampleRecord

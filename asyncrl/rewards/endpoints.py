@@ -17,8 +17,7 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncrl.config.reward_section import TEXT_BYTES, HttpReward, Judge, LlmJudge
-from asyncrl.errors import RewardError
-from asyncrl.extras import from_extra
+from asyncrl.errors import RewardError, from_extra
 from asyncrl.rewards.base import Question, RewardInput, Service, Unanswered, number, unreadable
 
 if TYPE_CHECKING:

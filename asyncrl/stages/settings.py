@@ -23,8 +23,7 @@ from asyncrl.config.resume import OTHER_RUN
 from asyncrl.config.run_fields import RunConfig
 from asyncrl.config.schema import OTHER_NAMES
 from asyncrl.config.sections import LoraConfig, ModelConfig, TelemetryConfig
-from asyncrl.errors import ConfigError
-from asyncrl.extras import install_command
+from asyncrl.errors import ConfigError, install_command
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.lora import SETTINGS, require_usable
 from asyncrl.stages.trl_settings import fields_of, trl_takes_the_settings

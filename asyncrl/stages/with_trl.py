@@ -16,8 +16,7 @@ from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 
 from asyncrl.config.named_files import is_local
-from asyncrl.errors import ConfigError, DataError, MemoryFullError, RunError, lacks_gpu_memory
-from asyncrl.extras import from_extra
+from asyncrl.errors import ConfigError, DataError, MemoryFullError, RunError, from_extra, lacks_gpu_memory
 from asyncrl.files import with_cure
 from asyncrl.hosting.progress import Pace, begin, while_growing
 from asyncrl.lora import adapter_plan

@@ -84,13 +84,12 @@ class _Kept:
         if time.monotonic() < self._again_at_s:
             return
         what = what if self._tracker else "open"
-        with self._may_fail(f"{what} of {self._name}") as attempt:
+        self._failures[what] += 1  # unless it succeeds
+        with self._may_fail(f"{what} of {self._name}"):
             self._tracker = self._tracker or self._opener()
             call(self._tracker)
-        if attempt.succeeded:
             self._failures[what] = 0
-        else:
-            self._failures[what] += 1
+        if self._failures[what]:
             self._again_at_s = time.monotonic() + BACKOFF.pause_s(self._failures[what])
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.extras import from_extra
+from asyncrl.errors import from_extra
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import of_sets, score
 from asyncrl.telemetry.jsonl import Lines, finite, to_json

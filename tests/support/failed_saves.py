@@ -20,7 +20,7 @@ class Around:
     """What rank 0 has beside its checkpoints; it writes down what it is told."""
 
     def __init__(self) -> None:
-        self.guard = BestEffort()
+        self.guard, self.intake = BestEffort(), self
         self.events: list[Any] = []
         self._saves = 0
 

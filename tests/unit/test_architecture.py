@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 LAYER = {
     "version": 0, "lineage": 0, "types": 0, "columns": 0, "errors": 0, "backoff": 0, "files": 0, "plugins": 0, "builds": 0,
-    "algo": 1, "unpickling": 1, "best_effort": 1, "extras": 1, "session": 1, "sandbox": 1,
+    "algo": 1, "unpickling": 1, "best_effort": 1, "session": 1, "sandbox": 1,
     "config": 2,
     "lora": 2.5,
     "routing": 2.5,

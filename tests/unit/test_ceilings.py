@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55385,
-    "modules": 389,
+    "lines of the package": 55292,
+    "modules": 388,
     "public functions and classes": 1475,
     "modules of ours that a module imports, at most": 36,
     "private functions that are used once": 608,

@@ -12,8 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from asyncrl.environments.named import ADAPTERS
-from asyncrl.errors import MissingLibrary
-from asyncrl.extras import from_extra
+from asyncrl.errors import MissingLibrary, from_extra
 from asyncrl.results.charts import lines
 from asyncrl.results.page import render_page
 

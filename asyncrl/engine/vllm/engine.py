@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, Self, TypeVar
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
+from asyncrl.engine.base import Bookkeeping, Device, EngineStats, PromptImages, SamplingSpec, aborted
 from asyncrl.engine.vllm.args import adapter_args, engine_args, fork_core, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
@@ -39,7 +38,7 @@ _UNANSWERED = 2
 _OTHER = "value_error"
 
 
-class VLLMEngine:
+class VLLMEngine(Bookkeeping):
     """The `Engine` interface on vLLM, made by `start`.
 
     The cache salt of a request is the number of weight updates before it, so it never reads prefix blocks
@@ -48,20 +47,15 @@ class VLLMEngine:
     """
 
     def __init__(self, llm: Any, *, deadline_s: float, recompute_kv: bool) -> None:
+        super().__init__()
         self._llm = llm
         self._deadline_s = deadline_s
         self._recompute_kv = recompute_kv
-        self._weights = Weights(0)
-        self._updates = 0  # updates begun: the cache salt
         self._adapter: Any = None  # which every request names
-        self._received = False
         self._unanswered = 0  # updates in a row
         self._trusted = True  # whether loads may repeat recorded copies
         self._request_ids = itertools.count()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
-        self._sampled_tokens = 0
-        self._paused_since_s: float | None = None
-        self._paused_s = 0.0
 
     @classmethod
     async def start(
@@ -130,15 +124,7 @@ class VLLMEngine:
             raise ConfigError(said)
         self._adapter = REQUEST
 
-    @property
-    def weights(self) -> Weights:
-        return self._weights
-
     # --- sampling ---------------------------------------------------------------------------------
-
-    @property
-    def salt(self) -> str:
-        return str(self._updates)
 
     async def sample(
         self,
@@ -254,12 +240,10 @@ class VLLMEngine:
     # --- weight updates ---------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        self._weights = Weights(-1)
-        self._received = False
-        self._updates += 1
-        if self._paused_since_s is not None:
-            return  # an update has failed, and the engine is still paused
-        self._paused_since_s = time.monotonic()
+        was_paused = self._paused_since_s is not None
+        await super().begin_update()
+        if was_paused:
+            return
         # `pause_generation` would sleep for 20 ms, which only readers of streamed outputs need.
         pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._call(pause, "pause its requests")
@@ -303,14 +287,11 @@ class VLLMEngine:
         self._trusted = False
 
     async def finish_update(self, weights: Weights) -> None:
-        if self._paused_since_s is None or not self._received:
-            raise EngineError(f"finish_update({weights}): no weights were received")
-        # vLLM's engine process takes both calls in this order; to wait between them would lengthen the pause.
-        calls = asyncio.gather(self._llm.update_weight_version(label(weights)), self._llm.resume_generation())
-        await self._call(calls, f"label its weights {weights} and resume its requests")
-        self._weights = weights
-        self._paused_s += time.monotonic() - self._paused_since_s
-        self._paused_since_s = None
+        llm = self._llm
+        with self.finishing(weights):
+            # vLLM's engine process takes both calls in this order; to wait between them lengthens the pause.
+            calls = asyncio.gather(llm.update_weight_version(label(weights)), llm.resume_generation())
+            await self._call(calls, f"label its weights {weights} and resume its requests")
 
     # --- the processes ----------------------------------------------------------------------------
 
@@ -335,12 +316,7 @@ class VLLMEngine:
 
     def stats(self) -> EngineStats:
         """Tokens are counted when their rollout ends."""
-        pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
-        return EngineStats(
-            sampled_tokens=self._sampled_tokens,
-            running_requests=sum(self._running.values()),
-            paused_s=self._paused_s + pausing_s,
-        )
+        return self.counters(sum(self._running.values()))
 
     async def close(self) -> None:
         for task in list(self._running):

@@ -21,8 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from asyncrl.algo.metrics import merge
 from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.extras import from_extra
+from asyncrl.errors import CheckpointError, ConfigError, from_extra
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Writes
