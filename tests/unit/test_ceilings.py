@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55385,
+    "lines of the package": 55377,
     "modules": 389,
     "public functions and classes": 1475,
     "modules of ours that a module imports, at most": 36,
