@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55377,
+    "lines of the package": 55371,
     "modules": 389,
-    "public functions and classes": 1475,
+    "public functions and classes": 1474,
     "modules of ours that a module imports, at most": 36,
     "private functions that are used once": 608,
 }
