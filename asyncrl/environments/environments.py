@@ -11,9 +11,8 @@ from typing import Any
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.environments.channel import Channel
-from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.fork_server import BEGINNINGS, ForkServer, Worker, keep
-from asyncrl.environments.loops import asked, play_text, play_tool_class, play_tools
+from asyncrl.environments.loops import Conversation, asked, play_text, play_tool_class, play_tools
 from asyncrl.environments.rollouts import Rollouts
 from asyncrl.environments.tool_schemas import Toolbox
 from asyncrl.errors import CodeChanged, EnvironmentFault
