@@ -22,7 +22,7 @@ from asyncrl.launch.same_bytes import hand_out
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.file_ops import FileOps
+from asyncrl.run.manifest import FileOps
 from asyncrl.types import Group, Ticket
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
