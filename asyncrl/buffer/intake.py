@@ -12,7 +12,7 @@ from asyncrl.buffer.base import LearnerBuffer, Take, kind_of
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, require_life, too_many_rejected
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.stall import StallWatch
+from asyncrl.buffer.watch import StallWatch
 from asyncrl.errors import BufferGap
 from asyncrl.lineage import INITIAL, History
 from asyncrl.types import Group, time_of_day

@@ -14,8 +14,7 @@ from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.lanes import eval_lane, group_limits, open_intake, train_lane
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
-from asyncrl.buffer.stall import LONGEST_LOOK_S
-from asyncrl.buffer.watch import AuditWatch
+from asyncrl.buffer.watch import LONGEST_LOOK_S, AuditWatch
 from asyncrl.config.schema import Config
 from asyncrl.data.curriculum import Curricula
 from asyncrl.data.data_files import DataFiles

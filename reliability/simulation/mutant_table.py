@@ -78,7 +78,7 @@ FENCE_EPOCH = lua("epoch > tonumber(args[1]) or ", "")
 NEW_EPOCH = lua("epoch = known + 1", "epoch = known")
 REPEATED_IDS = client("ledger", "if repeated or len(set(ids)) != len(ids):", "if False:")
 HEAL = client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")
-MEND = client("stall", "            recover()\n", "            pass\n")
+MEND = client("watch", "            recover()\n", "            pass\n")
 OPEN_WAITING = client("intake", "self.open(version)\n                return None", "return None")
 OPEN_REJECTED = client(
     "intake", "if step.rejected:\n            self.open(version)", "if False:\n            self.open(version)"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55290,
-    "modules": 382,
+    "lines of the package": 55280,
+    "modules": 381,
     "public functions and classes": 1474,
     "modules of ours that a module imports, at most": 36,
     "private functions that are used once": 607,
