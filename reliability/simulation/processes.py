@@ -466,7 +466,7 @@ class LearnerProcess:
             )
 
     def _save(self, checkpoints: CheckpointStore, version: int) -> None:
-        ledger = self.intake.settled.to_dict()
+        ledger = self.intake.settled
         oldest = checkpoints.save(
             version, self.weights, {"version": version, "ledger": ledger, "history": str(self.history)}
         )
