@@ -226,7 +226,7 @@ class Run:
 
     def checkpoint(self, version: int, *, last: bool) -> None:
         """Let the store forget the trained groups; a real run saves first."""
-        self.intake.commit(self.intake.settled.to_dict(), version)
+        self.intake.commit(self.intake.settled, version)
 
 
 # --- the generator's side -------------------------------------------------------------------------

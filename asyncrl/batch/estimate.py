@@ -6,7 +6,6 @@ Axes in names:  S episodes of the batch, T action tokens of their rollouts in or
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +16,6 @@ from asyncrl.batch.coefficients import Tracker
 from asyncrl.batch.turn_columns import in_time, turn_columns
 from asyncrl.config import registry
 from asyncrl.types import Group, Rollout
-
-
-class Estimates(NamedTuple):
-    """The rewards of one batch, and what the advantage made of them."""
-
-    rewards: GroupRewards  # after shaping; tokens in the order of the rollouts
-    advantages_T: Tensor
-    returns_T: Tensor | None  # the critic's targets; None without a critic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +33,11 @@ class Estimator:
 
     def estimate(
         self, groups: Sequence[Group], measured: Mapping[str, Tensor], kl_coefficient: float
-    ) -> Estimates:
-        """Return advantages and returns of every action token, also of masked ones."""
+    ) -> tuple[GroupRewards, Tensor, Tensor | None]:
+        """Return shaped rewards, and advantages and returns of every action token, also of masked ones.
+
+        Tokens are in the order of the rollouts. Returns are the critic's targets; None without a critic.
+        """
         rewards = self._rewards(groups, measured)
         if self.penalty is not None:
             kl_T = self.penalty(measured["logprobs_T"], measured["reference_logprobs_T"])
@@ -51,7 +45,7 @@ class Estimator:
         if self.tracker:
             rewards = self.tracker.foretold(rewards, [group.ticket_id for group in groups])
         returns_T = in_time(self.targets, rewards) if self.targets else None
-        return Estimates(rewards, in_time(self.advantage, rewards), returns_T)
+        return rewards, in_time(self.advantage, rewards), returns_T
 
     def _rewards(self, groups: Sequence[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
         episodes = [episode for group in groups for episode in group.by_episode]

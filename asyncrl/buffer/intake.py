@@ -12,7 +12,7 @@ from asyncrl.buffer.base import LearnerBuffer, Take, kind_of
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, require_life, too_many_rejected
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.stall import StallWatch
+from asyncrl.buffer.watch import StallWatch
 from asyncrl.errors import BufferGap
 from asyncrl.lineage import INITIAL, History
 from asyncrl.types import Group, time_of_day
@@ -61,7 +61,8 @@ class Intake:
     stall_s: float
     history: History = INITIAL  # of the weights being trained
     _step: _Step = field(default_factory=_Step)
-    _settled: dict[str, Any] = field(init=False)
+    # The ledger after the last whole step, as in a checkpoint. After a restart, later groups are taken again.
+    settled: dict[str, Any] = field(init=False)
     # Groups in the weights of `_version`: the ledger's count before the step that trains this version.
     _version: int = -1
     _trained: int = 0
@@ -71,13 +72,8 @@ class Intake:
     _ever_fit: bool = False  # whether this learner has taken a group that is not dead
 
     def __post_init__(self) -> None:
-        self._settled = self.ledger.to_dict()
+        self.settled = self.ledger.to_dict()
         self._stall = StallWatch(self.buffer, self.stall_s)
-
-    @property
-    def settled(self) -> Ledger:
-        """Return the ledger after the last whole step. After a restart, later groups are taken again."""
-        return Ledger.from_dict(self._settled)
 
     def recover(self, version: int) -> None:
         """Make the store agree with the ledger and open the credit for `version`."""
@@ -109,7 +105,7 @@ class Intake:
             time.sleep(0.005)
         step = self._step
         self.ledger.trained += len(step.accepted)
-        self._settled = self.ledger.to_dict()
+        self.settled = self.ledger.to_dict()
         self._step = _Step()
         return Collected(
             groups=tuple(group for group, _ in step.accepted),

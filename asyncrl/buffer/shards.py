@@ -54,17 +54,6 @@ def ledgers_of(saved: Mapping[str, Any], shards: int) -> tuple[Ledger, ...]:
     return tuple(map(Ledger.from_dict, found))
 
 
-@dataclass(frozen=True, slots=True)
-class Ledgers:
-    """The ledgers of all shards."""
-
-    shards: tuple[Ledger, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return values for the checkpoint's JSON; `ledgers_of` reads them."""
-        return {"shards": [ledger.to_dict() for ledger in self.shards]}
-
-
 class ShardedBuffer:
     """All shards as one buffer, for generators and audits; `Buffer` has the contract."""
 
@@ -146,8 +135,8 @@ class ShardedIntake:
 
     intakes: tuple[Intake, ...]
     _parts: list[Collected | None] = field(init=False)
-    # The ledgers after the last complete step; after a restart, later parts are taken again.
-    settled: Ledgers = field(init=False)
+    # The ledgers after the last whole step, for `ledgers_of`; after a restart, later parts are taken again.
+    settled: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self._parts = [None] * len(self.intakes)
@@ -189,5 +178,5 @@ class ShardedIntake:
         for intake, ledger in zip(self.intakes, saved["shards"], strict=True):
             intake.commit(ledger, version)
 
-    def _ledgers(self) -> Ledgers:
-        return Ledgers(tuple(intake.settled for intake in self.intakes))
+    def _ledgers(self) -> dict[str, Any]:
+        return {"shards": [intake.settled for intake in self.intakes]}

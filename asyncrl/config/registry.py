@@ -42,10 +42,8 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     ),
     "policy_loss": _table(
         {
-            "losses": "ppo_clip reinforce truncated_reinforce cispo sapo dro cfpo",
-            "sequence_losses": "gspo geo_mean topr vespo",
-            "divergence_losses": "dppo_tv dppo_kl",
-            "covariance_losses": "clip_cov kl_cov",
+            "losses": "ppo_clip reinforce truncated_reinforce cispo sapo dro cfpo gspo geo_mean topr vespo "
+            "dppo_tv dppo_kl clip_cov kl_cov",
         }
     )
     | {"gpg": "losses:reinforce"},

@@ -33,7 +33,7 @@ from asyncrl.hosting.progress import Attention, beat, begin
 from asyncrl.hosting.rank_group import free_port
 from asyncrl.hosting.workers import ending
 from asyncrl.version import __version__
-from asyncrl.wire.typed_messages import MessageCodec
+from asyncrl.wire.codec import MessageCodec
 
 log = logging.getLogger(__name__)
 

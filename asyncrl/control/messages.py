@@ -10,8 +10,7 @@ import zmq
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
-from asyncrl.wire.codec import HEADER_BYTES
-from asyncrl.wire.typed_messages import MESSAGE_LIMITS, MessageCodec
+from asyncrl.wire.codec import HEADER_BYTES, MESSAGE_LIMITS, MessageCodec
 
 log = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from asyncrl.hosting.rank_group import (
 )
 from asyncrl.launch.roles import run_role
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.file_ops import UNFINISHED
 from asyncrl.run.keys import run_keys
 from asyncrl.run.lock import RunLock
+from asyncrl.run.manifest import UNFINISHED
 from asyncrl.telemetry.logs import setup_logging
 
 ADDRESS = "127.0.0.1"  # where the ranks of one host meet

@@ -20,9 +20,8 @@ from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
 from asyncrl.run.best import Judged
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.exports import Exports
+from asyncrl.run.exports import Exports, Pushes
 from asyncrl.run.learner_state import LearnerState
-from asyncrl.run.pushes import Pushes
 from asyncrl.trainer.base import Trainer
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.lanes import eval_lane, group_limits, open_intake, train_lane
+from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
-from asyncrl.buffer.stall import LONGEST_LOOK_S
-from asyncrl.buffer.watch import AuditWatch
+from asyncrl.buffer.watch import LONGEST_LOOK_S, AuditWatch
 from asyncrl.config.schema import Config
 from asyncrl.data.curriculum import Curricula
 from asyncrl.data.data_files import DataFiles
@@ -63,7 +63,7 @@ class Taking:
         if self.curriculum is None:
             return EVERY_ROW
         assert isinstance(self.intake, Intake), "a rule of the config refuses shards"
-        ledger = self.intake.settled
+        ledger = Ledger.from_dict(self.intake.settled)
         return self.curriculum.decide(consumed=ledger.consumed, unfinished=ledger.watermark + 1)
 
     def heal(self, version: int) -> None:
@@ -105,7 +105,7 @@ class Taking:
         """State for a checkpoint after the last whole step: of ledger, evaluation sets, and curriculum."""
         curriculum = self.curriculum.state() if self.curriculum else {}
         sets = {one.name: one.state() for one in self.evaluations}
-        return self.intake.settled.to_dict(), sets, curriculum
+        return self.intake.settled, sets, curriculum
 
     def revoke(self, holder: str) -> None:
         """Issue the tickets of a dead generator again, before its leases run out."""

@@ -51,7 +51,7 @@ def outside_problems(config: Config, *, resumes: bool, generators: bool) -> Iter
                 yield Mistake((f"{key}.params.key_env",), str(error))
     if config.checkpoint.hub is not None:
         from asyncrl.run.directory import RunDirectory
-        from asyncrl.run.pushes import refusal  # it imports huggingface_hub
+        from asyncrl.run.exports import refusal  # it imports huggingface_hub
 
         has_saved = resumes and RunDirectory(config.run.directory).saved_mark.exists()
         if not has_saved and (text := refusal(config.checkpoint.hub)):

@@ -12,7 +12,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.files import read_record, replace_text
-from asyncrl.run.file_ops import FileOps
+from asyncrl.run.manifest import FileOps
 
 log = logging.getLogger(__name__)
 

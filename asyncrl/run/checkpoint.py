@@ -34,8 +34,7 @@ from asyncrl.config.named_files import EXPORT
 from asyncrl.errors import CheckpointError, CheckpointsRefused
 from asyncrl.files import read_record
 from asyncrl.run.best import BEST, ENDED
-from asyncrl.run.file_ops import UNFINISHED, FileOps
-from asyncrl.run.manifest import MANIFEST, STATE, Manifests, files_in
+from asyncrl.run.manifest import MANIFEST, STATE, UNFINISHED, FileOps, Manifests, files_in
 
 log = logging.getLogger(__name__)
 

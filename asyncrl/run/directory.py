@@ -28,9 +28,9 @@ from asyncrl.files import (
     with_cure,
 )
 from asyncrl.hosting.processes import find_holder
-from asyncrl.run.file_ops import UNFINISHED, FileOps
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.run.lock import holder_of, is_locked
+from asyncrl.run.manifest import UNFINISHED, FileOps
 from asyncrl.telemetry.status import SILENT_S, read_status
 
 _CHECKPOINT = re.compile(r"(?:step-(?=\d{6})|checkpoint-)(\d+)", re.ASCII)

@@ -1,8 +1,9 @@
-"""The signed list of a checkpoint's files: the sha256 of each, under an HMAC with the run's key."""
+"""File operations, and the signed list of a checkpoint's files: the sha256 of each, under the run's key."""
 
 import hashlib
 import hmac
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,50 @@ from typing import Any
 
 from asyncrl.config.named_files import EXPORT
 from asyncrl.errors import CheckpointError
+from asyncrl.files import sync
 from asyncrl.hosting.progress import beat
-from asyncrl.run.file_ops import UNFINISHED, FileOps
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 RESTORE = "restore the directory or remove it"
+UNFINISHED = ".writing-"
+
+
+class FileOps:
+    """Operations that change the disk or the order of its writes, as one object: tests make each fail."""
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Create or overwrite a file; durable only after `fsync`."""
+        path.write_bytes(data)
+
+    def fsync(self, path: Path) -> None:
+        """Make a file's content, or a directory's entries, durable."""
+        beat()
+        sync(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename atomically; durable only after `fsync` of the directory."""
+        source.rename(target)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Write a file in place of what has its name, atomically; durable after `fsync` of the directory."""
+        writing = path.with_name(f"{UNFINISHED}{path.name}")
+        self.write(writing, data)
+        self.fsync(writing)
+        if path.is_dir():  # not ours
+            self.remove(path)
+        self.rename(writing, path)
+
+    def remove(self, path: Path) -> None:
+        """Remove a directory with its content, or a file of that name."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return the free bytes of the disk that holds `directory`."""
+        return shutil.disk_usage(directory).free
 
 
 @dataclass(frozen=True, slots=True)

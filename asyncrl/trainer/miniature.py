@@ -22,8 +22,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import SEGMENTS
 from asyncrl.trainer.loading import without_dropout
-from asyncrl.trainer.plain import PLAIN, packed_logprobs, plain_logprobs
-from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.policy import PLAIN, PolicyModule, packed_logprobs, plain_logprobs
 
 LAYERS, LAST_SPECIAL, VOCABULARY = 8, 2, 128
 CPU = torch.device("cpu")

@@ -1,10 +1,14 @@
 """A Hugging Face language model as a policy (log-probabilities of action tokens) or as a critic (values).
 
-Axes in names:  N packed tokens, T action tokens, D hidden size, R results.
+Axes in names:  N packed tokens, T action or predicted tokens, K those at the end of a sequence,
+                D hidden size, R results, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,13 +18,17 @@ from torch.nn.functional import linear
 from asyncrl.columns import NONE
 from asyncrl.errors import ConfigError
 from asyncrl.routing import replay, watch
-from asyncrl.trainer.attention import attention_kwargs
+from asyncrl.trainer.attention import attention_kwargs, of_text
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.head import LogprobHead
 from asyncrl.trainer.sequence_parallel import SequenceRanks
 
 # Config keys of architectures that bend logits after the output layer.
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Transformers implements every attention in this way, with windows, soft caps and sinks.
+PLAIN = "eager"
+# Tokens of a long sequence that are compared, its last ones: logits of all of them might not fit the GPU.
+COMPARED = 64
 
 
 class PolicyModule(nn.Module):
@@ -179,3 +187,49 @@ class ValueModule(nn.Module):
         return token_outputs(
             self.backbone, lambda hidden_TD, _: self.head(hidden_TD), self._sequence_ranks, **packed
         )
+
+
+def packed_logprobs(
+    policy: Any, sequences: Sequence[Sequence[int]], device: torch.device, *, chunk: int
+) -> list[Tensor]:
+    """Return the log-probabilities of `ids[1:]` of each sequence, all in one pack."""
+    lengths = [len(ids) for ids in sequences]
+    ids_N = torch.tensor([token for ids in sequences for token in ids], device=device)
+    positions_N = torch.cat([torch.arange(length, device=device) for length in lengths])
+    predicted_T = positions_N.nonzero()[:, 0]
+    columns_RT: Tensor = policy(
+        input_ids_N=ids_N,
+        position_ids_N=positions_N,
+        sequence_starts=tuple(accumulate(lengths, initial=0)),
+        source_T=predicted_T - 1,
+        target_T=ids_N[predicted_T],
+        temperature=1.0,
+        chunk=chunk,
+    )
+    return list(torch.split(columns_RT[0], [length - 1 for length in lengths]))
+
+
+def plain_logprobs(model: Any, ids: Sequence[int], device: torch.device) -> Tensor:
+    """Return those of the last `COMPARED` tokens of one sequence, by the model's own code in eval mode."""
+    ids_1N = torch.tensor([ids], device=device)
+    kept = min(len(ids) - 1, COMPARED)
+    few = "logits_to_keep" in inspect.signature(model.forward).parameters
+    with _plain(model):
+        logits_1NV = model(
+            input_ids=ids_1N, use_cache=False, **({"logits_to_keep": kept + 1} if few else {})
+        ).logits
+    logprobs_KV: Tensor = logits_1NV[0, -kept - 1 : -1].float().log_softmax(-1)
+    return logprobs_KV.gather(-1, ids_1N[0, -kept:, None])[:, 0]
+
+
+@contextmanager
+def _plain(model: Any) -> Iterator[None]:
+    """Let a model run as transformers alone would run it."""
+    of_learner, is_training = model.config._attn_implementation, model.training
+    model.eval()
+    model.set_attn_implementation(of_text(model.config, PLAIN))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(of_text(model.config, of_learner))
+        model.train(is_training)

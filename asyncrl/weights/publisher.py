@@ -115,12 +115,6 @@ class SlotPublisher:
     def one_host(self) -> bool:
         return self._interface is None
 
-    @property
-    def pinned(self) -> int:
-        """How many versions readers have pinned."""
-        with self._lock:
-            return sum(place.readers for place in set(self._places.values()))
-
     def publish(
         self,
         version: int,

@@ -145,10 +145,6 @@ class Slots:
         count = _MOST_ON_A_GPU if device == "cuda" else 0
         self._slots = [Slot.create(size_bytes, device) for _ in range(count)]
 
-    @property
-    def readers(self) -> int:
-        return sum(slot.readers for slot in self._slots)
-
     def begin(self) -> Slot:
         """A slot to write, without readers, the newest version's only if there is no other; else a new one,
         or the oldest. Raises OSError."""

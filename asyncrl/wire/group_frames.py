@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.columns import COLUMNS, KEPT_COUNTS, KEPT_IDS, NONE, TOKENS, Column, filled, of_prompt, of_token
 from asyncrl.errors import WireError
 from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan
-from asyncrl.wire.codec import Limits, decode_frame, encode_frame
-from asyncrl.wire.typed_messages import MessageCodec
+from asyncrl.wire.codec import Limits, MessageCodec, decode_frame, encode_frame
 
 # A frame must fit into one value of Redis (512 MiB).
 GROUP_LIMITS = Limits(

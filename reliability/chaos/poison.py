@@ -19,9 +19,8 @@ from asyncrl.buffer.judge import DISCARDED_LINEAGE
 from asyncrl.errors import StoreError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.weights.base import MEASUREMENTS
-from asyncrl.wire.codec import encode_frame
+from asyncrl.wire.codec import MESSAGE_LIMITS, encode_frame
 from asyncrl.wire.group_frames import encode_group
-from asyncrl.wire.typed_messages import MESSAGE_LIMITS
 from tests.support.hostile import damage
 
 from .faults import client_of, key_of, note

@@ -376,7 +376,7 @@ class Learner:
         announce(self.version)
 
     def _save(self) -> bool:
-        state = {"version": self.version, "ledger": self._intake.settled.to_dict()}
+        state = {"version": self.version, "ledger": self._intake.settled}
         try:
             oldest = self._checkpoints.state(self._checkpoints.save(self.version, self._weights, state))[
                 "ledger"

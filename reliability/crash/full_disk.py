@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.errors import CheckpointError
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.file_ops import FileOps
+from asyncrl.run.manifest import FileOps
 from tests.support.failed_saves import run_on
 from tests.support.fake_trainer import KEY, FakeTrainer
 

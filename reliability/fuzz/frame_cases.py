@@ -22,9 +22,8 @@ from asyncrl.control.messages import CODEC
 from asyncrl.errors import WireError
 from asyncrl.types import Group
 from asyncrl.wire import codec
-from asyncrl.wire.codec import HEADER_BYTES
+from asyncrl.wire.codec import HEADER_BYTES, MESSAGE_LIMITS
 from asyncrl.wire.group_frames import GROUP_LIMITS, decode_group, encode_group
-from asyncrl.wire.typed_messages import MESSAGE_LIMITS
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 GROUP, MESSAGE = GROUP_LIMITS.kind, MESSAGE_LIMITS.kind

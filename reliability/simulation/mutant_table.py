@@ -78,7 +78,7 @@ FENCE_EPOCH = lua("epoch > tonumber(args[1]) or ", "")
 NEW_EPOCH = lua("epoch = known + 1", "epoch = known")
 REPEATED_IDS = client("ledger", "if repeated or len(set(ids)) != len(ids):", "if False:")
 HEAL = client("intake", "        self.recover(version)\n", "        pass\n", after="def _heal")
-MEND = client("stall", "            recover()\n", "            pass\n")
+MEND = client("watch", "            recover()\n", "            pass\n")
 OPEN_WAITING = client("intake", "self.open(version)\n                return None", "return None")
 OPEN_REJECTED = client(
     "intake", "if step.rejected:\n            self.open(version)", "if False:\n            self.open(version)"
@@ -284,7 +284,7 @@ MUTANTS = [
     one("leases end with whole seconds", lua("* 1000 + math.floor(tonumber(time[2]) / 1000)", "* 1000")),
     one("attempts of done ids stay", lua("ipairs{k.frames, k.attempts, k.deaths}", "ipairs{k.frames, k.deaths}")),
     one("a recovery does not lower what is committed", lua("'committed', args[4], 'most'", "'committed', math.max(meta(k, 'committed'), args[4]), 'most'")),
-    one("a step is settled before it is booked as trained", client("intake", "        self.ledger.trained += len(step.accepted)\n        self._settled = self.ledger.to_dict()\n", "        self._settled = self.ledger.to_dict()\n        self.ledger.trained += len(step.accepted)\n")),
+    one("a step is settled before it is booked as trained", client("intake", "        self.ledger.trained += len(step.accepted)\n        self.settled = self.ledger.to_dict()\n", "        self.settled = self.ledger.to_dict()\n        self.ledger.trained += len(step.accepted)\n")),
     one("rejections are forgotten at a restart", client("ledger", '"rejected": dict(values["rejected"])', '"rejected": {}')),
     one("a store out of memory tells generators that the run is over", client("redis", "return Lease(tickets=(), closed=False)", "return Lease(tickets=(), closed=True)")),
     one("a damaged checkpoint is loaded", Edit("asyncrl/run/manifest.py", "or _sha256(path) != expected[name]", "or False")),
@@ -293,7 +293,7 @@ MUTANTS = [
     one("a gap is not healed", HEAL, survives="the store is made to agree with the ledger when no group has come for a minute"),
     two("a gap is never healed", HEAL, MEND),
     one("rejected groups are not counted", client("intake", "self.ledger.count_rejected(kind_of(reason))", "pass")),
-    one("the checkpoint holds the ledger of one step before", client("intake", "        self._settled = self.ledger.to_dict()\n        self._step = _Step()", "        self._step = _Step()")),
+    one("the checkpoint holds the ledger of one step before", client("intake", "        self.settled = self.ledger.to_dict()\n        self._step = _Step()", "        self._step = _Step()")),
     one("the ledger enters no ids", client("ledger", "        self.above.update(ids)\n", "")),
     one("the ledger enters ids twice", REPEATED_IDS, survives="the store never assigns an id twice"),
     one("the ledger saves no ids above the watermark", client("ledger", '"above": sorted(self.above)', '"above": []')),

@@ -22,7 +22,7 @@ from asyncrl.launch.same_bytes import hand_out
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.file_ops import FileOps
+from asyncrl.run.manifest import FileOps
 from asyncrl.types import Group, Ticket
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
@@ -466,7 +466,7 @@ class LearnerProcess:
             )
 
     def _save(self, checkpoints: CheckpointStore, version: int) -> None:
-        ledger = self.intake.settled.to_dict()
+        ledger = self.intake.settled
         oldest = checkpoints.save(
             version, self.weights, {"version": version, "ledger": ledger, "history": str(self.history)}
         )

@@ -28,6 +28,7 @@ from asyncrl.weights.publisher import SlotPublisher
 from tests.support import generator_stand_in
 from tests.support import receiver_stand_in as receiving
 from tests.support.forks import fork_server
+from tests.support.publications import pinned
 from tests.support.waiting import LONG_S, elapse, let_pass, stop, until, wait_until
 
 pytestmark = pytest.mark.integration
@@ -108,11 +109,11 @@ class Learner:
     def wait_for(self, condition):
         wait_until(
             lambda: condition(self.hub.counters(), {m.generator_id: m for m in self.hub.members()}),
-            seen=lambda: (self.hub.counters(), self.hub.members(), self.publisher.pinned),
+            seen=lambda: (self.hub.counters(), self.hub.members(), pinned(self.publisher)),
         )
 
     def wait_until_nothing_is_read(self):
-        self.wait_for(lambda *_: self.publisher.pinned == 0)
+        self.wait_for(lambda *_: pinned(self.publisher) == 0)
 
 
 class Generator:
@@ -274,14 +275,14 @@ def test_a_transfer_that_hangs_is_given_up_and_only_its_generator_waits(stage, t
         generator.expect("joined")
     learner.publish(1)
     sick.expect("hanging", 1)  # its heartbeats go on
-    assert learner.publisher.pinned >= 1
+    assert pinned(learner.publisher) >= 1
     learner.wait_for(lambda counters, _: counters["updates_failed"] >= 1)
     learner.wait_until_nothing_is_read()  # until the next attempt
     learner.publish(2)
     well.expect("applied", 2)
     assert {m.generator_id for m in learner.hub.members()} == {"well", "sick"}
     assert learner.dead == []
-    learner.wait_for(lambda *_: learner.publisher.pinned == 1)
+    learner.wait_for(lambda *_: pinned(learner.publisher) == 1)
     learner.hub.stop("enough")
     learner.wait_until_nothing_is_read()  # after two late transfers a copy for the disk may be under way
 
@@ -462,7 +463,7 @@ def test_a_generator_that_leaves_while_it_reads_reads_nothing_more(stage):
         client = ControlClient(learner.hub.endpoint, heartbeat_s=0.2, timeout_s=5.0, keys=KEYS.join.control)
         await client.join(hello_of("a"))
         await asyncio.wait_for(client.next_order(), LONG_S)
-        assert learner.publisher.pinned == 1
+        assert pinned(learner.publisher) == 1
         await client.leave()
 
     asyncio.run(scenario())

@@ -28,8 +28,7 @@ from asyncrl.errors import ControlError
 from asyncrl.hosting import progress as progress_module
 from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import MEASUREMENTS, UpdateOrder, UpdateReport
-from asyncrl.wire.codec import encode_frame
-from asyncrl.wire.typed_messages import MESSAGE_LIMITS
+from asyncrl.wire.codec import MESSAGE_LIMITS, encode_frame
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration

@@ -22,6 +22,7 @@ from asyncrl.weights.layout import Layout, device_sum
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
+from tests.support.publications import pinned
 from tests.support.waiting import HANG, LONG_S, stop, wait_until
 
 pytestmark = pytest.mark.integration
@@ -119,7 +120,7 @@ def test_every_version_arrives_and_one_pair_serves_a_host(publisher, host):
     assert len(pairs[0]) == 2 and pairs == [pairs[0]] * 4
     for name in ("a", "b"):
         publisher.release(name)
-    assert publisher.pinned == 0
+    assert pinned(publisher) == 0
 
 
 def test_a_generator_that_finds_the_version_of_another_ends_its_pair(publisher, host):

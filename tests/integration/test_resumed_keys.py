@@ -298,7 +298,7 @@ class Life:
     def _save(self, version: int) -> None:
         state = LearnerState(
             version=version,
-            ledger=self.intake.settled.to_dict(),
+            ledger=self.intake.settled,
             history=self.history,
             evaluation={one.name: one.state() for one in self.evaluations},
             fixed=self.config.fixed_values(rows=DataFiles(self.config).train),
@@ -312,7 +312,7 @@ class Life:
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
-        return ledgers_of(self.intake.settled.to_dict(), self.config.store.shards)
+        return ledgers_of(self.intake.settled, self.config.store.shards)
 
 
 def begin(path: Path, server: StoreServer, *overrides: str) -> Life:

@@ -34,6 +34,12 @@ def filled(layout, stamp):
     return slot
 
 
+def pinned(publisher):
+    """How many versions readers have pinned."""
+    with publisher._lock:
+        return sum(slot.readers for place in set(publisher._places.values()) for slot in place._slots)
+
+
 class Learner:
     """Publications 1, 2, ... of random bytes, and how often each was fetched."""
 

@@ -13,8 +13,8 @@ import pytest
 from asyncrl.config.named_files import EXPORT
 from asyncrl.errors import BufferFenced, CheckpointError, CheckpointsRefused, RunError
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.file_ops import FileOps
 from asyncrl.run.lock import RunLock
+from asyncrl.run.manifest import FileOps
 from tests.support.fake_trainer import KEY, FakeTrainer, save_whole
 from tests.support.waiting import HANG
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.environments.base import Answer, ToolCall
-from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.json_frames import LENGTH, MAX_MESSAGE_BYTES, packed, take_frames
-from asyncrl.environments.loops import play_text
+from asyncrl.environments.loops import Conversation, play_text
 from asyncrl.environments.player import ENDS, REWARDS, Player
 from asyncrl.environments.returned import Step, read_reset, read_step
 from asyncrl.errors import ConfigError, EnvironmentFault

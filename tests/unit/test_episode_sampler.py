@@ -18,8 +18,7 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeSampler, group_seed, require_same_start
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.environments.base import Answer, BudgetSpent, Outcome
-from asyncrl.environments.conversation import Conversation
-from asyncrl.environments.loops import play_text
+from asyncrl.environments.loops import Conversation, play_text
 from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RewardError
 from asyncrl.lineage import Weights
 from asyncrl.rewards.base import Score

@@ -15,7 +15,7 @@ from asyncrl.launch.same_bytes import STOP
 from asyncrl.launch.saving import LeadSaving
 from asyncrl.run import exports
 from asyncrl.run.exports import Exports
-from asyncrl.run.file_ops import FileOps
+from asyncrl.run.manifest import FileOps
 from tests.support.failed_saves import run_on
 from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import LONG_S

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.errors import BufferFenced, CheckpointError
 from asyncrl.launch import saving
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.file_ops import FileOps
+from asyncrl.run.manifest import FileOps
 from asyncrl.trainer.collectives import Writes
 from tests.support.failed_saves import run_on
 from tests.support.fake_trainer import KEY, FakeTrainer, save_whole

@@ -346,7 +346,7 @@ def test_groups_that_died_before_a_resume_do_not_end_the_mended_run(shards):
         if (collected := resumed.poll(0, wait_s=0)) is not None:
             break
     assert len(collected.groups) == B * shards and min(ids_of(collected)) > before
-    assert [ledger.rejected for ledger in resumed.settled.shards] == [{"dead": 5 * B}] * shards
+    assert [ledger["rejected"] for ledger in resumed.settled["shards"]] == [{"dead": 5 * B}] * shards
 
 
 def test_a_stall_is_an_error_with_advice(buffer):

@@ -1,11 +1,12 @@
 """What a checkpoint holds of the learner, and that checkpoints written before a field was added are read."""
 
 import json
+from typing import Any
 
 import pytest
 
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.shards import Ledgers, ledgers_of
+from asyncrl.buffer.shards import ledgers_of
 from asyncrl.errors import ConfigError
 from asyncrl.lineage import History, Weights
 from asyncrl.run.learner_state import LearnerState
@@ -34,15 +35,19 @@ def ledgers(shards: int) -> tuple[Ledger, ...]:
     return made
 
 
+def saved(shards: int) -> dict[str, Any]:
+    return {"shards": [ledger.to_dict() for ledger in ledgers(shards)]}
+
+
 def test_several_shards_are_written_side_by_side():
-    four = LearnerState(version=3, ledger=Ledgers(ledgers(4)).to_dict())
+    four = LearnerState(version=3, ledger=saved(4))
     assert Ledger.from_dict(four.to_dict()["ledger"]["shards"][2]).above == {6}
     assert LearnerState.from_dict(json.loads(json.dumps(four.to_dict()))) == four
 
 
 def test_a_checkpoint_of_another_number_of_shards_is_refused():
     assert ledgers_of(LearnerState().ledger, 4) == (Ledger(),) * 4
-    one, four = ledgers(1)[0].to_dict(), Ledgers(ledgers(4)).to_dict()
+    one, four = ledgers(1)[0].to_dict(), saved(4)
     assert ledgers_of(one, 1) == ledgers(1) and ledgers_of(four, 4) == ledgers(4)
     with pytest.raises(ConfigError, match=r"store.shards: 4, the config says 2.*set store.shards: 4"):
         ledgers_of(four, 2)

@@ -14,8 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.preflight.architectures import REFUSED, architecture_problems
 from asyncrl.trainer.loading import load_model
 from asyncrl.trainer.miniature import AGREES, require_agreement
-from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
-from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.policy import PolicyModule, packed_logprobs, plain_logprobs
 from tests.support.architectures import NAMES, rows
 from tests.support.models import tiny_qwen2
 

@@ -167,6 +167,7 @@ def test_an_episode_of_the_page_counts_once() -> None:
         finished_version=8,
         episode_of=np.array([0, 0, 1], dtype=np.int32),
     )
-    estimates = Estimator(advantage=rloo, max_response_tokens=8).estimate([group], {}, 0.0)
-    assert estimates.advantages_T.tolist() == [1.0] * 6 + [-1.0] * 4
-    assert estimates.rewards.lengths_S.tolist() == [6, 4]
+    estimator = Estimator(advantage=rloo, max_response_tokens=8)
+    rewards, advantages_T, _ = estimator.estimate([group], {}, 0.0)
+    assert advantages_T.tolist() == [1.0] * 6 + [-1.0] * 4
+    assert rewards.lengths_S.tolist() == [6, 4]

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import learner_parts
 from asyncrl.preflight.outside import outside_problems
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.pushes import LINKS, Pushes, refusal
+from asyncrl.run.exports import LINKS, Pushes, refusal
 from tests.support.whole_run import tiny_run
 
 HUB = HubConfig(repo="me/model", every=2)
@@ -151,10 +151,10 @@ def test_a_run_ends_without_a_push_that_hangs(
     limit_s: float,
     why: str,
 ) -> None:
-    monkeypatch.setattr("asyncrl.run.pushes.LAST_S", limit_s)
+    monkeypatch.setattr("asyncrl.run.exports.LAST_S", limit_s)
     clock = SimpleNamespace(monotonic=itertools.count().__next__)
-    monkeypatch.setattr("asyncrl.run.pushes.time", clock)
-    monkeypatch.setattr("asyncrl.run.pushes.beat", beat := Mock())
+    monkeypatch.setattr("asyncrl.run.exports.time", clock)
+    monkeypatch.setattr("asyncrl.run.exports.beat", beat := Mock())
     stop, released = threading.Event(), threading.Event()
     pushes = Pushes(HUB, tmp_path, stop)
 
@@ -210,7 +210,7 @@ def test_no_generator_joins_a_run_that_its_hub_refuses(monkeypatch: pytest.Monke
 def test_a_run_that_has_saved_something_is_resumed_without_its_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.run.pushes.refusal", lambda hub: "no answer")
+    monkeypatch.setattr("asyncrl.run.exports.refusal", lambda hub: "no answer")
     with tiny_run(tmp_path) as path:
         config = load_config(path, ["checkpoint.hub.repo=me/model"])
     assert [one.text for one in outside_problems(config, resumes=True, generators=True)] == ["no answer"]

@@ -5,7 +5,6 @@ import os
 import pytest
 
 from asyncrl.buffer.base import BufferRules
-from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.launch.step_deaths import MAX_DEATHS, StepDeaths
 from tests.support.intakes import B, frame, ids_of, intake
@@ -143,4 +142,4 @@ def test_a_run_gets_over_a_step_that_kills_every_learner(tmp_path):
     assert ids_of(again.poll(0, wait_s=0)) == [5, 6, 7, 8], (
         "who goes back once more meets the reasons in the store"
     )
-    assert again.ledger.to_dict() == Ledger.from_dict(one.settled.to_dict()).to_dict()
+    assert again.ledger.to_dict() == one.settled

@@ -26,7 +26,7 @@ from asyncrl.version import __version__
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire import codec
 from asyncrl.wire import group_frames as schema
-from asyncrl.wire.codec import HEADER_BYTES, Limits, decode_frame, encode_frame
+from asyncrl.wire.codec import HEADER_BYTES, Limits, MessageCodec, decode_frame, encode_frame
 from asyncrl.wire.group_frames import (
     GROUP_LIMITS,
     MAX_ROLLOUTS,
@@ -35,7 +35,6 @@ from asyncrl.wire.group_frames import (
     decode_group,
     encode_group,
 )
-from asyncrl.wire.typed_messages import MessageCodec
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 KEY = b"the run's key"

@@ -32,8 +32,7 @@ from asyncrl.trainer.deepspeed.trained_model import TrainedModel, size_of, whole
 from asyncrl.trainer.kept import counted
 from asyncrl.trainer.loading import export_model, load_model
 from asyncrl.trainer.meter import Meter
-from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
-from asyncrl.trainer.policy import PolicyModule, ValueModule, run
+from asyncrl.trainer.policy import PolicyModule, ValueModule, packed_logprobs, plain_logprobs, run
 from asyncrl.trainer.sequence_parallel import SequenceRanks
 from asyncrl.weights.base import TensorSpec
 
