@@ -178,6 +178,18 @@ def test_fresh_deletes_nothing_that_its_config_names(config: str, tmp_path: Path
     )
 
 
+@pytest.mark.parametrize("root", ["[lr1e-6]", "2026-01-31T12:00"])
+@pytest.mark.parametrize("config", ["data: {train: '%s'}", "reward: {functions: [{function: '%s:score'}]}"])
+def test_fresh_deletes_no_file_that_is_named_below_a_directory_with_signs(
+    root: str, config: str, tmp_path: Path
+) -> None:
+    directory = begun(tmp_path / root)
+    (own := directory.path / "own.py").touch()
+    with pytest.raises(RunError, match="which --fresh would delete"):
+        directory.create(fresh=True, config=config % own)
+    assert own.exists()
+
+
 def test_what_the_disk_refuses_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     directory = RunDirectory(tmp_path / "file" / "run")
