@@ -41,11 +41,6 @@ def this_machine(device: str) -> Machine:
     )
 
 
-def read_shape(model: ModelConfig) -> ModelShape:
-    """Return the shape of a model. Raises DataError as `read_model` does."""
-    return read_model(model)[1]
-
-
 def model_class(config: Any) -> Any:
     """Return the class of transformers that loads a model with this Hugging Face config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText

@@ -19,7 +19,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.hosting.machine import Machine, read_shape
+from asyncrl.hosting.machine import Machine, read_model
 from asyncrl.hosting.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.hosting.placement import placement_of
 from asyncrl.preflight import fit
@@ -78,7 +78,7 @@ def real_parameters(directory: Path) -> int:
 def test_parameters_are_those_of_the_real_weights(name):
     if not (MODELS / name).exists():
         pytest.skip(f"needs {MODELS / name}")
-    shape = read_shape(config_of(model={"path": str(MODELS / name)}).model)
+    shape = read_model(config_of(model={"path": str(MODELS / name)}).model)[1]
     assert shape.parameters == real_parameters(MODELS / name)
 
 
@@ -88,7 +88,7 @@ def test_a_known_model_by_hand():
     attention = 4 * 288 * (6 * 96)
     layer = attention + 3 * 288 * 768 + 2 * 288
     assert STORIES.parameters == 32000 * 288 + 6 * layer + 288  # embedding (tied), layers, last norm
-    assert read_shape(config_of(model={"path": str(MODELS / "stories15M-hd96")}).model) == STORIES
+    assert read_model(config_of(model={"path": str(MODELS / "stories15M-hd96")}).model)[1] == STORIES
 
 
 def test_the_arithmetic_of_a_batch():
@@ -500,7 +500,7 @@ def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
     taught = config_of(
         model={"dtype": "bfloat16"}, algorithm={"advantage": "distill", "reference": {"path": "t"}}
     )
-    monkeypatch.setattr(fit, "read_shape", lambda model: LLAMA_8B)
+    monkeypatch.setattr(fit, "read_model", lambda model: (None, LLAMA_8B))
     monkeypatch.setattr(fit, "this_machine", lambda device: replace(GPU, gpu_bytes=(80 * GIB,)))
     fit.require_room(taught.model_copy(update={"model": ModelConfig(path="hub/name")}), 1)
     with pytest.raises(ConfigError, match=r"GPU 0: .*reference 15\.0 GiB"):
