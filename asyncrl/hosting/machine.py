@@ -1,7 +1,10 @@
-"""Reads the shape of a model and the memory of this machine without loading the model or using the GPUs."""
+"""Reads the shape of a model, and the memory and cores of this machine, without using model or GPUs."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +15,9 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.nvidia import visible_gpus
+
+# The control groups of this process, and where all are. A container sees its own group as the highest.
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,31 @@ def this_machine(device: str) -> Machine:
         gpu_bytes=tuple(gpu.total_bytes or memory.total for gpu in gpus),
         others_bytes=tuple(gpu.used_bytes for gpu in gpus),
     )
+
+
+def share_of_cores(busy: int = 1) -> int:
+    """Return the number of threads per process if `busy` processes share this machine.
+
+    A container's quota of processor time counts: the kernel stops all threads when these have used it up.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for quota, period in _limits("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        if quota not in ("max", "-1"):
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return max(1, cores // busy)
+
+
+def _limits(kind: str, files: Sequence[str], older: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the words in files of each control group of this process; in version 1 these are `older`."""
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds and kind not in kinds.split(","):
+            continue
+        root, names = (GROUPS / kind, older) if kinds else (GROUPS, files)
+        lowest = root / path.lstrip("/")
+        for group in (each for each in (lowest, *lowest.parents) if each.is_relative_to(root)):
+            with suppress(OSError):  # the path is another one in the container, or it has no such limit
+                yield [word for name in names for word in (group / name).read_text().split()]
 
 
 def model_class(config: Any) -> Any:

@@ -22,6 +22,7 @@ from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.data.reader import taken_answers, with_messages
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
+from asyncrl.hosting.machine import share_of_cores
 from asyncrl.hosting.placement import idle_gpus, placement_of
 from asyncrl.preflight.definitions import absent_imports
 from asyncrl.preflight.idle_keys import idle_keys
@@ -117,7 +118,7 @@ def _too_much(config: Config, *, generators: bool) -> Iterator[str]:
             cure = f"set at most {math.ceil(memory_gib / 2)}"
             cure += ", with a lower checkpoint.every if it needs more" if key == "store.max_gib" else ""
             yield f"{found} system ends processes that want more; {cure}"
-    cores = len(os.sched_getaffinity(0))
+    cores = share_of_cores()
     counts = {"learner.ranks": config.ranks_per_host}
     counts["learner.threads"] = config.learner.threads or 0
     if generators:
