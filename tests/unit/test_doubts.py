@@ -35,7 +35,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
     monkeypatch.setattr(machine, "GROUPS", tmp_path)
-    monkeypatch.setattr(doubt_rules.os, "sysconf", {"SC_PHYS_PAGES": 1 << 23, "SC_PAGE_SIZE": 1 << 12}.get)
+    (tmp_path / "meminfo").write_text(f"MemTotal: {32 << 20} kB\nMemFree: 0 kB\nMemAvailable: 8 kB\n")
+    monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
     for name in ("train", "test"):
         write_rows(name, [{"prompt": name, "answer": "2"}])
 

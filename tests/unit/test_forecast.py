@@ -19,6 +19,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.hosting import machine
 from asyncrl.hosting.machine import Machine, read_model
 from asyncrl.hosting.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.hosting.placement import placement_of
@@ -483,6 +484,44 @@ def test_a_learner_alone_is_judged_without_generators():
     alone = forecast(config, STORIES, machine, rows=None, placement=learner_only)
     assert not alone.misfits and alone["GPU 0"] == alone["one rank"]
     assert alone["groups being sampled"] == 6 * (256 // 8)
+
+
+NO_LIMIT = str((1 << 63) - 4096)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "total_gib", "free_gib"),
+    [
+        ("0::/", {"memory.max": f"{8 * GIB}"}, 8, 5.5),
+        ("0::/", {"memory.max": "max"}, 24, 20),
+        ("0::/job", {"job/memory.max": "max", "memory.max": f"{4 * GIB}"}, 4, 1.5),
+        ("0::/", {"memory.max": f"{3 * GIB}", "memory.current": f"{9 * GIB}"}, 3, 1 / GIB),
+        ("3:memory:/docker/1f", {"memory/memory.limit_in_bytes": f"{8 * GIB}"}, 8, 5.5),
+        ("3:memory:/", {"memory/memory.limit_in_bytes": NO_LIMIT}, 24, 20),
+        ("0::/", {}, 24, 20),
+    ],
+)
+def test_a_container_has_the_memory_that_its_limit_leaves(
+    groups, files, total_gib, free_gib, monkeypatch, tmp_path
+):
+    numbers = {"inactive_file": GIB, "active_file": GIB // 2}
+    for name in files:
+        limit, used = (tmp_path / name), name.replace("max", "current").replace("limit", "usage")
+        older = {f"total_{key}": value for key, value in numbers.items()} | {"total_cache": 2 * GIB}
+        stat = older | dict.fromkeys(numbers, 0) if "limit" in name else numbers
+        limit.parent.mkdir(parents=True, exist_ok=True)
+        limit.with_name("memory.stat").write_text("".join(f"{key} {stat[key]}\n" for key in stat))
+        (tmp_path / used).write_text(f"{4 * GIB}\n")
+    memory = f"MemTotal: {24 << 20} kB\nMemAvailable: {20 << 20} kB\nHugePages_Total: 0"
+    for name, text in ({"own": groups, "meminfo": memory} | files).items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
+    found = machine.this_machine("cpu")
+    assert (found.total_bytes, found.memory_bytes) == (total_gib * GIB, free_gib * GIB)
+    plan = forecast(config_of(), STORIES, found, rows=None)
+    assert free_gib >= 1 or any("host memory" in one for one in plan.warnings)
 
 
 def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
