@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ def socket_path(wanted: Path) -> Path:
     """Return a path for a unix socket: `wanted`, or one through a link if that is too long."""
     path = wanted.resolve()
     return path if len(os.fsencode(path)) <= MOST_SOCKET_BYTES else _link_to(path.parent) / path.name
+
+
+def plain_path(path: str) -> str:
+    """Return a path for a library that would take `[` in it for a pattern: a link, if there is any."""
+    return path if escape(path) == path else str(_link_to(Path(path).resolve()))
 
 
 def _link_to(path: Path) -> Path:
