@@ -2,15 +2,19 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
+MOST_SOCKET_BYTES = 107  # of a socket's path in Linux
 _RUN = "(for a run: run.root=DIRECTORY)"
 _ANOTHER_PLACE = f"give another place {_RUN}"
 # Advice for errors of the operating system, by their number.
@@ -81,6 +85,29 @@ def sync_below(directory: Path) -> None:
     for path in directory.rglob("*"):
         sync(path)
     sync(directory)
+
+
+def socket_path(wanted: Path) -> Path:
+    """Return a path for a unix socket: `wanted`, or one through a link if that is too long."""
+    path = wanted.resolve()
+    return path if len(os.fsencode(path)) <= MOST_SOCKET_BYTES else _link_to(path.parent) / path.name
+
+
+def plain_path(path: str) -> str:
+    """Return a path for a library that would take `[` in it for a pattern: a link, if there is any."""
+    return path if escape(path) == path else str(_link_to(Path(path).resolve()))
+
+
+def _link_to(path: Path) -> Path:
+    """Return a link in a private directory. Raises PermissionError if another user has made that."""
+    private = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}"
+    private.mkdir(mode=0o700, exist_ok=True)
+    if private.lstat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "belongs to another user", str(private))
+    link = private / hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(path)
+    return link
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

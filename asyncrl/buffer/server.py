@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from asyncrl.buffer.store_data import Loading, StoreData, open_log
 from asyncrl.buffer.users import StoreUser
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
+from asyncrl.files import socket_path
 from asyncrl.hosting.processes import bound_to_us, public_environment, stop_processes
 
 Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
@@ -61,25 +61,15 @@ class StoreServer:
             raise StoreError(f"the store would listen on {config.bind} without passwords; give it users")
         self._config = config
         self._directory = directory.absolute()
+        self.socket_path = socket_path(self._directory / "store.sock")
         self._binary = find_server(server)
         self._users = users
         self._data = None if needs_data else StoreData(self._directory)
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket_directory: Path | None = None
         self._log: IO[bytes] | None = None
         # Position in the log at which the last start begins.
         self._begun_at = 0
         self._loading = Loading()
-
-    @property
-    def socket_path(self) -> Path:
-        """The socket in the run directory, or in a private directory if that path is too long."""
-        path = self._directory / "store.sock"
-        if len(os.fsencode(path)) <= 100:  # Linux allows 107
-            return path
-        if self._socket_directory is None:
-            self._socket_directory = Path(tempfile.mkdtemp(prefix="asyncrl-"))
-        return self._socket_directory / "store.sock"
 
     @property
     def url(self) -> str:
@@ -220,8 +210,6 @@ class StoreServer:
     def __exit__(self, *exception: object) -> None:
         self.stop()
         self._close_log()
-        if self._socket_directory is not None:
-            shutil.rmtree(self._socket_directory, ignore_errors=True)
 
     def _settings(self) -> str:
         host, _, port = (self._config.bind or "tcp://127.0.0.1:0").removeprefix("tcp://").rpartition(":")

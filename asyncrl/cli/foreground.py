@@ -29,7 +29,7 @@ from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.dashboard import sample_lines
 from asyncrl.telemetry.history import of_sets, set_of
-from asyncrl.telemetry.live import viewer
+from asyncrl.telemetry.live import Dashboard, viewer
 from asyncrl.telemetry.state import read_state
 
 # Metrics whose first and last value are shown at the end, of runs and of stages.
@@ -40,7 +40,7 @@ def run_here(
     config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None
 ) -> int:
     """Run as `commands.up` does until the end or a stop, and return the exit status. Raises RunError."""
-    directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
+    directory, lines = RunDirectory(config.run.directory), plain or not Dashboard.fits(Console())
     saved = None if fresh else read_saved(directory)
     if not fresh and (reason := nothing_left(config, directory, saved)):
         typer.echo(reason)
@@ -56,7 +56,7 @@ def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[
 
     With `command` only submit the job that does so.
     """
-    directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
+    directory, lines = RunDirectory(config.run.directory), plain or not Dashboard.fits(Console())
     if not fresh and (reason := nothing_left(config, directory, read_saved(directory))):
         typer.echo(reason)
         return 0
@@ -71,7 +71,7 @@ def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[
 
 def stage_here(config: StageConfig, *, fresh: bool, plain: bool) -> int:
     """Run a stage as `commands.stage` does until the end or a stop, and return the exit status."""
-    directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
+    directory, lines = RunDirectory(config.run.directory), plain or not Dashboard.fits(Console())
     fixed = fixed_values(config)
     if not fresh and is_finished(directory):
         refuse_changed_stage(config, directory, fixed)

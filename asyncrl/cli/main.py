@@ -20,6 +20,10 @@ def main() -> None:
     """Run the command line and exit. A user's mistake prints a message, never a traceback."""
     # To find plugins, pydantic reads the metadata of all packages: a third of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
+    # A proxy for the internet does not reach this host's own services. As a whole `*` means all hosts.
+    if (direct := os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "") != "*":
+        hosts = dict.fromkeys([*filter(None, direct.split(",")), "localhost", "127.0.0.1", "::1"])
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(hosts)
     sys.unraisablehook = _unraisable
     status = INTERRUPTED
     try:

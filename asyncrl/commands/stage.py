@@ -6,11 +6,12 @@ from typing import Any
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.commands.stopping import announce
-from asyncrl.commands.up import StartedRun, claimed, share_of_cores, supervised
+from asyncrl.commands.up import StartedRun, claimed, supervised
 from asyncrl.config.sections import ControlConfig
 from asyncrl.hosting.children import ProcessSpec, family
 from asyncrl.hosting.environment import LEARNER, role_environment
 from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.machine import share_of_cores
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.rank_group import workers_of
 from asyncrl.run.directory import RunDirectory, needing

@@ -26,6 +26,7 @@ from asyncrl.hosting.children import Family, ProcessSpec, family
 from asyncrl.hosting.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
 from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.machine import share_of_cores
 from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.progress import Limits
@@ -268,11 +269,6 @@ def _store(config: Config, directory: RunDirectory, stack: ExitStack) -> tuple[s
         return config.store.url, lambda: None
     store = KeptStore(stack.enter_context(own_store(config, directory)))
     return store.server.url, store.tend
-
-
-def share_of_cores(busy: int) -> int:
-    """Return the number of threads per process if `busy` processes share this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // busy)
 
 
 def learner_spec(

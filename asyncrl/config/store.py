@@ -10,8 +10,7 @@ from asyncrl.algo.ranges import Positive, PositiveInt
 from asyncrl.config.addresses import one_address
 from asyncrl.config.base import Part
 from asyncrl.config.resume import refused
-
-MOST_SOCKET_BYTES = 107  # of a socket's path in Linux
+from asyncrl.files import MOST_SOCKET_BYTES
 
 
 def holds_password(url: str) -> bool:

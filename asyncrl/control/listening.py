@@ -1,36 +1,19 @@
 """The learner's listening socket, a private socket file or one address behind CURVE, and its callers'."""
 
-import hashlib
 import os
 import resource
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from asyncrl.config.addresses import is_everywhere
-from asyncrl.config.store import MOST_SOCKET_BYTES
 from asyncrl.control.curve import GeneratorKeys, LearnerKeys, present_keys, require_keys
 from asyncrl.control.messages import MAX_REPORT_BYTES, set_options
-from asyncrl.errors import ControlError, RunError
+from asyncrl.errors import ControlError
 
 # Enough for the learner and for strangers' connections, which take one each until the handshake times out.
 _WANTED_DESCRIPTORS = 1 << 16
-
-
-def socket_path(wanted: Path) -> Path:
-    """Return a path for a unix socket: `wanted`, or one in a private directory if that is too long."""
-    path = wanted.resolve()
-    if len(os.fsencode(path)) <= MOST_SOCKET_BYTES:
-        return path
-    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    private = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}-{digest}"
-    private.mkdir(mode=0o700, exist_ok=True)
-    if private.stat().st_uid != os.getuid():
-        raise RunError(f"{private} belongs to another user; choose a shorter run.root")
-    return private / path.name
 
 
 def listen(
@@ -87,11 +70,6 @@ def connect(socket: Any, endpoint: str, keys: GeneratorKeys | None, *, max_bytes
 def _require_private(endpoint: str, keys: LearnerKeys | None) -> None:
     """Raise ControlError for an address that any process could reach, or that the system does not allow."""
     scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc" and len(os.fsencode(address)) > MOST_SOCKET_BYTES:
-        raise ControlError(
-            f"control plane: socket path {address} has {len(os.fsencode(address))} bytes, the system allows "
-            f"{MOST_SOCKET_BYTES}; use a shorter run directory or control.bind"
-        )
     if scheme not in ("ipc", "tcp") or (scheme == "tcp" and is_everywhere(address.rpartition(":")[0])):
         raise ControlError(
             f"control plane: {endpoint} is not an address of one interface; use ipc://PATH, or "

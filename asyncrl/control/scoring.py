@@ -17,9 +17,10 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from asyncrl.control.listening import listen, socket_path
+from asyncrl.control.listening import listen
 from asyncrl.control.messages import set_options
 from asyncrl.errors import EngineError
+from asyncrl.files import socket_path
 from asyncrl.rewards.base import Question, RewardInput, Unanswered, number
 
 log = logging.getLogger(__name__)

@@ -27,12 +27,13 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
 from asyncrl.control.curve import LearnerKeys
-from asyncrl.control.listening import listen, socket_path
+from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity, holder_name
 from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import Action, Begin, Release, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
+from asyncrl.files import socket_path
 from asyncrl.hosting.placement import choose_transport
 from asyncrl.hosting.progress import Attention
 from asyncrl.weights.base import Publisher, UpdateReport

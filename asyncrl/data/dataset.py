@@ -176,9 +176,10 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         needed = "so it would be a Hugging Face dataset, which needs the package `datasets`"
         cure = f"run: {install_command('data')}, or give a file"
         raise DataError(f"dataset {source} is not a {', '.join(FORMATS)} file, {needed}; {cure}") from error
-    # A directory may have such a name.
-    whole, _, revision = (source, "", "") if Path(source).is_dir() else source.partition("@")
+    whole, _, revision = source.partition("@")
     name, _, part = whole.partition(":")
+    if Path(source).is_dir():  # it may have such a name
+        name, part, revision = source, "", ""
     try:
         found = datasets.load_dataset(name, part or None, split=split, revision=revision or None)
     # Unknown names, broken files, loading scripts.

@@ -1,10 +1,11 @@
-"""Reads the shape of a model and the memory of this machine without loading the model or using the GPUs."""
+"""Reads the shape of a model, and the memory and cores of this machine, without using model or GPUs."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
-
-import psutil
 
 from asyncrl import lora
 from asyncrl.config.sections import ModelConfig
@@ -13,14 +14,19 @@ from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.nvidia import visible_gpus
 
+# The control groups of this process, and where all are. A container sees its own group as the highest.
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+MEMORY = Path("/proc/meminfo")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Memory that a run may use."""
 
-    memory_bytes: int  # of the host, available now
+    memory_bytes: int  # of the host or its container, available now
     gpu_bytes: tuple[int, ...]  # total of each GPU
     others_bytes: tuple[int, ...] = ()  # of each GPU, used by other processes now; empty if unknown
+    total_bytes: int = 0  # of the host or its container
 
     def used_by_others(self, gpu: int) -> int:
         """Return the bytes of a GPU that other processes use."""
@@ -29,21 +35,47 @@ class Machine:
 
 def this_machine(device: str) -> Machine:
     """Return the memory of this machine for a run whose `learner.device` is `device`. Raises DataError."""
-    memory = psutil.virtual_memory()
-    if device == "cpu" or not count_gpus():
-        return Machine(memory_bytes=memory.available, gpu_bytes=())
-    gpus = visible_gpus()
+    memory = dict(line.split()[:2] for line in MEMORY.read_text().splitlines())
+    total, available = (int(memory[f"Mem{one}:"]) << 10 for one in ("Total", "Available"))
+    for limit, used, *stat in _limits("memory", "max current stat", "limit_in_bytes usage_in_bytes stat"):
+        if limit != "max":
+            numbers = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+            whole = "total_" if "total_cache" in numbers else ""  # with the groups below
+            cached = sum(numbers.get(f"{whole}{one}_file", 0) for one in ("inactive", "active"))  # free
+            total, available = min(total, int(limit)), min(available, int(limit) - int(used) + cached)
+    gpus = () if device == "cpu" or not count_gpus() else visible_gpus()
     return Machine(
-        memory_bytes=memory.available,
+        memory_bytes=max(1, available),
+        total_bytes=total,
         # A GPU without memory of its own uses the host's.
-        gpu_bytes=tuple(gpu.total_bytes or memory.total for gpu in gpus),
+        gpu_bytes=tuple(gpu.total_bytes or total for gpu in gpus),
         others_bytes=tuple(gpu.used_bytes for gpu in gpus),
     )
 
 
-def read_shape(model: ModelConfig) -> ModelShape:
-    """Return the shape of a model. Raises DataError as `read_model` does."""
-    return read_model(model)[1]
+def share_of_cores(busy: int = 1) -> int:
+    """Return the number of threads per process if `busy` processes share this machine.
+
+    A container's quota of processor time counts: the kernel stops all threads when these have used it up.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for quota, period in _limits("cpu", "max", "cfs_quota_us cfs_period_us"):
+        if quota not in ("max", "-1"):
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return max(1, cores // busy)
+
+
+def _limits(kind: str, files: str, older: str) -> Iterator[list[str]]:
+    """Yield the words in files of each control group of this process; in version 1 these are `older`."""
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds and kind not in kinds.split(","):
+            continue
+        root, names = (GROUPS / kind, older) if kinds else (GROUPS, files)
+        lowest = root / path.lstrip("/")
+        for group in (each for each in (lowest, *lowest.parents) if each.is_relative_to(root)):
+            with suppress(OSError):  # the path is another one in the container, or it has no such limit
+                yield " ".join((group / f"{kind}.{name}").read_text() for name in names.split()).split()
 
 
 def model_class(config: Any) -> Any:

@@ -17,7 +17,7 @@ from asyncrl.control.base import Hello
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.open import open_engine
 from asyncrl.hosting.gpus import resolve_device
-from asyncrl.hosting.machine import read_shape, this_machine
+from asyncrl.hosting.machine import read_model, this_machine
 from asyncrl.hosting.memory_use import generator_kv_bytes
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.hosting.progress import Pace, begin
@@ -125,7 +125,7 @@ def allotted(config: Config, memory_share: float | None, *, is_shared: bool) -> 
     measures_itself = not is_installed()  # vLLM, although the learner changes the free memory meanwhile
     if is_shared and memory_share is not None and generator.kv_cache_gib is None and not measures_itself:
         kv_bytes = generator_kv_bytes(
-            read_shape(config.model),
+            read_model(config.model)[1],
             config.model,
             generator,
             allowed_bytes=int(memory_share * min(this_machine(config.learner.device).gpu_bytes)),

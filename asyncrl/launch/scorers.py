@@ -11,6 +11,7 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.config.reward_section import ModelJudge, OfScorer, ScorerConfig
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
+from asyncrl.files import socket_path
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import child_environment
 from asyncrl.hosting.processes import module_argv
@@ -72,9 +73,6 @@ def started_scorers(config: Config) -> Iterator[Path]:
 
     Raises RunError if they die while they load their models.
     """
-
-    from asyncrl.control.listening import socket_path
-
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as place:
         directory = RunDirectory(Path(place))
         if not config.scorers:

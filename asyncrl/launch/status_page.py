@@ -14,6 +14,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.hosting.gpus import resolve_device
+from asyncrl.hosting.machine import share_of_cores
 from asyncrl.hosting.progress import doing
 from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
@@ -162,6 +163,6 @@ def open_page(
         lag_bound=config.lag_bound,
         max_lag=config.staleness.max_lag,
         ranks=config.learner.ranks,
-        cores=len(os.sched_getaffinity(0)) if resolve_device(config) == "cpu" else None,
+        cores=share_of_cores() if resolve_device(config) == "cpu" else None,
     )
     return StatusPage(now=now, hub=hub, taking=taking, renew=renew, shows=shows, guard=reporting.guard)

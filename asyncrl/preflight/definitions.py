@@ -20,7 +20,7 @@ def definition(name: str) -> Definition | None:
     """Return the definition of `path.py:name`; None for modules, and for names that have no `def` or `class`
     or are bound again."""
     place, _, attribute = name.rpartition(":")
-    if ":" in place:
+    if ":" in place and not Path(place).is_file():
         raise Missing(f"found two colons in {name}; write `path.py:name`, or `module:name`")
     if not place.endswith(".py"):
         if "/" in place:

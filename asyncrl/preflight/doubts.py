@@ -1,7 +1,6 @@
 """Warnings about valid configs: settings that may be intended, but are usually mistakes."""
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.data.reader import taken_answers, with_messages
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
+from asyncrl.hosting.machine import share_of_cores, this_machine
 from asyncrl.hosting.placement import idle_gpus, placement_of
 from asyncrl.preflight.definitions import absent_imports
 from asyncrl.preflight.idle_keys import idle_keys
@@ -105,7 +105,7 @@ def _too_much(config: Config, *, generators: bool) -> Iterator[str]:
 
     Without `generators`, these are on other hosts. With GPUs, processes wait for these and not for cores.
     """
-    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    memory_gib = this_machine("cpu").total_bytes / 2**30
     has_gpus = count_gpus() and config.learner.device != "cpu"
     has_store = config.store.url is None and config.cluster.kind is None
     limits = {"store.max_gib": config.store.max_gib if has_store else 0.0}
@@ -117,12 +117,11 @@ def _too_much(config: Config, *, generators: bool) -> Iterator[str]:
             cure = f"set at most {math.ceil(memory_gib / 2)}"
             cure += ", with a lower checkpoint.every if it needs more" if key == "store.max_gib" else ""
             yield f"{found} system ends processes that want more; {cure}"
-    cores = len(os.sched_getaffinity(0))
-    counts = {"learner.ranks": config.ranks_per_host}
-    counts["learner.threads"] = config.learner.threads or 0
+    cores = share_of_cores()
+    counts = {"learner.ranks": config.ranks_per_host, "learner.threads": config.learner.threads or 0}
     if generators:
-        counts["generator.count"] = config.generator.count or 0
-        counts["generator.threads"] = config.generator.threads or 0
+        number, threads = config.generator.count or 0, config.generator.threads or 0
+        counts |= {"generator.count": number, "generator.threads": threads}
     for key, count in counts.items() if not has_gpus else ():
         if count > cores:
             yield f"{key} is {count} on {cores} cores, so each slows the others; set at most {cores}"

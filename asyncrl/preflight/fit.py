@@ -11,7 +11,7 @@ from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
-from asyncrl.hosting.machine import read_model, read_shape, this_machine
+from asyncrl.hosting.machine import read_model, this_machine
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.nvidia import peer_reads
 from asyncrl.hosting.placement import Placement, misplaced_generators, place_slots, placement_of
@@ -112,4 +112,4 @@ def read_trained_shape(model: ModelConfig, learner: LearnerConfig | None) -> Mod
 
 def _teacher(config: Config) -> ModelShape | None:
     """Return the shape of a teacher that the learner holds."""
-    return read_shape(config.reference) if config.algorithm.reference and not config.teacher else None
+    return read_model(config.reference)[1] if config.algorithm.reference and not config.teacher else None

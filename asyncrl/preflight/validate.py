@@ -186,7 +186,7 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
             allowed = f"`path.py:Name`, `module:Name`, `library:NAME`, {', '.join(TOOLS)}"
             yield Mistake((key,), f"found `{name}`; allowed is {allowed}")
             continue
-        if environment.python and not name.partition(":")[0].endswith(".py"):
+        if environment.python and not name.rpartition(":")[0].endswith(".py"):
             continue  # a module of another Python, which finds it or says what it lacks
         try:
             node = definition(name)

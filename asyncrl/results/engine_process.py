@@ -24,7 +24,7 @@ from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import AsyncRLError, DataError, RunError
 from asyncrl.hosting.environment import PARENT_VARIABLE, WITHOUT_CUDA
 from asyncrl.hosting.gpus import BY_BUS, VARIABLE, count_gpus, has_instances, resolve_device, visible_devices
-from asyncrl.hosting.machine import read_shape, this_machine
+from asyncrl.hosting.machine import read_model, this_machine
 from asyncrl.hosting.memory_use import CONTEXT_BYTES, generator_kv_bytes, sequence_kv_bytes
 from asyncrl.hosting.placement import GENERATORS_SHARE, MARGIN
 from asyncrl.hosting.processes import die_with_parent, kill_group, module_argv
@@ -112,7 +112,7 @@ def room_on_gpus(config: Config) -> tuple[list[int], GeneratorConfig]:
     # vLLM starts only if its whole share is free beside its CUDA context.
     margin = max(MARGIN, CONTEXT_BYTES / smallest_bytes)
     share = min(generator.gpu_memory_utilization or GENERATORS_SHARE, 1 - margin - used[fullest])
-    allowed_bytes, shape = int(share * smallest_bytes), read_shape(config.model)
+    allowed_bytes, shape = int(share * smallest_bytes), read_model(config.model)[1]
     kv_bytes = generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes)
     sequence_bytes = sequence_kv_bytes(shape, config)
     if kv_bytes < sequence_bytes:

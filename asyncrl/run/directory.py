@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -133,9 +134,11 @@ class RunDirectory:
 
     def _refuse_named(self, config: str) -> None:
         for keys, node in parse(config, file="")[0].walk():
-            # A function has its file before the colon.
-            name = node.value.partition(":")[0] if isinstance(node.value, str) else ""
-            for parents in (Path(file).resolve().parents for file in glob(name, recursive=True)):
+            value = node.value if isinstance(node.value, str) else ""
+            # A function has its file before the colon. A pattern may also be the name of a file.
+            names = (value, value.rpartition(":")[0])
+            files = [[name] if os.path.lexists(name) else glob(name, recursive=True) for name in names]
+            for parents in (Path(file).resolve().parents for file in chain(*files)):
                 if self.path.resolve() in parents and self.given.resolve() not in parents:
                     found = f"{'.'.join(map(str, keys))}: found {node.value}, which --fresh would delete"
                     raise RunError(f"{found}; copy or export it to another place, or choose another run.name")

@@ -33,6 +33,11 @@ class Dashboard:
         self._last: RunView | None = None
         self._live.start()
 
+    @staticmethod
+    def fits(console: Console) -> bool:
+        """Whether a console is a terminal that can be redrawn; with FORCE_COLOR rich says so of a file."""
+        return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+
     def show(self, state: RunView) -> None:
         self._last = state
         self._live.update(render(state, self._console.width, self._console.height), refresh=True)
@@ -159,7 +164,7 @@ def watch(directory: Path, *, over: Callable[[], bool], console: Console | None 
     Ctrl-C raises KeyboardInterrupt after restoring the terminal.
     """
     console = console or Console()
-    with viewer(directory, console, lines=not console.is_terminal) as show:
+    with viewer(directory, console, lines=not Dashboard.fits(console)) as show:
         while not over():
             show()
             time.sleep(INTERVAL_S)

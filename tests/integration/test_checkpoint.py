@@ -38,7 +38,7 @@ def learner() -> Iterator[Ranks]:
 def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
     learner: Ranks, tmp_path: Path, ranks: int, stage: int, dtype: str, offload: bool
 ) -> None:
-    model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
+    model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "[lr1e-6]"
     base: dict[str, Any] = {"run": "train", "stage": stage, "dtype": dtype, "critic": True, "reference": True}
     base["offload"] = offload
     saved = base | {"store": str(store)}

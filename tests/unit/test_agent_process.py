@@ -419,6 +419,13 @@ def test_a_row_of_any_size_is_in_a_file_and_a_short_one_in_a_variable(tmp_path, 
     assert play(tmp_path, ScriptedTalk(TEXT), program, row={"page": "x" * size}).reward == 1.0
 
 
+def test_an_agent_uses_no_proxy_where_its_user_wants_none(tmp_path, monkeypatch):
+    for name, value in {"http_proxy": "http://127.0.0.1:9", "no_proxy": "*", "NO_PROXY": "*"}.items():
+        monkeypatch.setenv(name, value)
+    program = "ask('x'); result(float(bool(urllib.request.proxy_bypass('intra.net'))))"
+    assert play(tmp_path, ScriptedTalk(TEXT), program).reward == 1.0
+
+
 @pytest.mark.parametrize("over", [0, 1])
 def test_the_longest_variable_is_one_that_the_system_takes(tmp_path, over):
     """One byte more is left out, and neither keeps the program from its start."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import proxy_bypass
 
 import pytest
 
@@ -281,6 +282,18 @@ def test_a_reader_that_leaves_has_what_it_wanted(project):
             shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.stdout == "0\n" and done.stderr == ""
+
+
+@pytest.mark.parametrize("given", ["", "*", "intra.net", "intra.net,localhost,127.0.0.1,::1"])
+def test_no_proxy_of_the_internet_is_asked_for_services_of_this_host(given, typed, monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, given)
+    typed("version")
+    bypassed = [host for host in ("localhost:8000", "127.0.0.1", "intra.net", "x.org") if proxy_bypass(host)]
+    assert bypassed[:2] == ["localhost:8000", "127.0.0.1"]
+    assert ("intra.net" in bypassed, "x.org" in bypassed) == (given != "", given == "*")
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"]
+    assert os.environ["no_proxy"].endswith(given or "::1") or given == "intra.net"
 
 
 def test_output_that_cannot_be_written_or_is_closed(project):

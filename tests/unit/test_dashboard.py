@@ -810,12 +810,33 @@ def test_watching_ends_with_the_run_and_writes_all_its_steps(tmp_path: Path) -> 
     assert "held-out" in out.getvalue().splitlines()[-1]
 
 
+def terminal() -> io.StringIO:
+    found = io.StringIO()
+    found.isatty = lambda: True  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("out", "variable", "value"),
+    [
+        (io.StringIO(), "FORCE_COLOR", "1"),
+        (io.StringIO(), "TTY_COMPATIBLE", "1"),
+        (terminal(), "TERM", "dumb"),
+    ],
+)
+def test_a_file_with_colors_and_a_terminal_that_cannot_be_redrawn_get_lines(
+    out: io.StringIO, variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    run = run_with(tmp_path, steps=2)
+    watch(run.directory, over=lambda: True, console=Console(file=out, width=80))
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1/400", "step 2/400"]
+
+
 def test_on_a_terminal_the_last_picture_stays(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=2)
-    out = io.StringIO()
-    watch(
-        run.directory, over=lambda: True, console=Console(file=out, width=80, height=24, force_terminal=True)
-    )
+    out = terminal()
+    watch(run.directory, over=lambda: True, console=Console(file=out, width=80, height=24))
     assert out.getvalue().count("\x1b[?1049h") == out.getvalue().count("\x1b[?1049l") == 1
     assert "step 2/400" in out.getvalue().split("\x1b[?1049l")[1]
 

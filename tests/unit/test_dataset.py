@@ -334,17 +334,16 @@ def test_rows_of_a_directory_lie_in_it(tmp_path):
         assert [rows.directory(index) for index in range(3)] == [tmp_path / "set"] * 3
 
 
-def test_a_slice_of_a_local_dataset_is_these_rows(tmp_path):
+@pytest.mark.parametrize("name", ["set@1", "12:00"])
+def test_a_slice_of_a_local_dataset_is_these_rows(name, tmp_path):
     pytest.importorskip("datasets")
     whole = [{"prompt": str(number), "messages": [{"role": "user"}]} for number in range(20)]
-    (tmp_path / "set@1").mkdir()
-    write_jsonl(tmp_path / "set@1" / "train.jsonl", whole)
-    found = {
-        split: list(load_rows(str(tmp_path / "set@1"), split)) for split in ("train[5:8]", "train[-10%:]")
-    }
+    (tmp_path / name).mkdir()
+    write_jsonl(tmp_path / name / "train.jsonl", whole)
+    found = {split: list(load_rows(str(tmp_path / name), split)) for split in ("train[5:8]", "train[-10%:]")}
     assert found == {"train[5:8]": whole[5:8], "train[-10%:]": whole[-2:]}
     with pytest.raises(DataError, match=r"split `train\[x\]`"):
-        load_rows(str(tmp_path / "set@1"), "train[x]")
+        load_rows(str(tmp_path / name), "train[x]")
 
 
 def test_rows_stay_in_their_file(tmp_path):

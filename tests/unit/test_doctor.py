@@ -169,7 +169,7 @@ def room(monkeypatch, free_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mib", "verdict"), [(63, "failed"), (64, "warning"), (1023, "warning"), (1024, "ok")]
+    ("mib", "verdict"), [(31, "failed"), (63, "warning"), (1023, "warning"), (1024, "ok")]
 )
 def test_shared_memory_of_a_container(tmp_path, monkeypatch, mib, verdict):
     room(monkeypatch, mib << 20)

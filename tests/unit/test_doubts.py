@@ -2,6 +2,7 @@
 those we ship."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.data import dataset
 from asyncrl.errors import ConfigError
+from asyncrl.hosting import machine
 from asyncrl.preflight import doubts as doubt_rules
 from asyncrl.preflight.doubts import doubts, require_device
 from asyncrl.preflight.idle_keys import KEYS
@@ -31,8 +33,10 @@ JUDGED = ("reward.functions=[{function: model_score, params: {scorer: judge}}]",
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(doubt_rules.os, "sched_getaffinity", lambda process: {0, 1, 2})
-    monkeypatch.setattr(doubt_rules.os, "sysconf", {"SC_PHYS_PAGES": 1 << 23, "SC_PAGE_SIZE": 1 << 12}.get)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
+    (tmp_path / "meminfo").write_text(f"MemTotal: {32 << 20} kB\nMemFree: 0 kB\nMemAvailable: 8 kB\n")
+    monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
     for name in ("train", "test"):
         write_rows(name, [{"prompt": name, "answer": "2"}])
 

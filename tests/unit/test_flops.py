@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.sections import ModelConfig
-from asyncrl.hosting.machine import read_shape
+from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.trainer.meter import forward_flops, is_known, peak_flops_per_s, step_flops
 
@@ -30,7 +30,7 @@ QWEN = ModelShape(
 def shape_and_model(directory: Path, kind: str, **sizes: object) -> tuple[ModelShape, torch.nn.Module]:
     config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
     config.save_pretrained(directory)
-    return read_shape(ModelConfig(path=str(directory))), AutoModelForCausalLM.from_config(
+    return read_model(ModelConfig(path=str(directory)))[1], AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     )
 

@@ -19,7 +19,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.hosting.machine import Machine, read_shape
+from asyncrl.hosting import machine
+from asyncrl.hosting.machine import Machine, read_model
 from asyncrl.hosting.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.hosting.placement import placement_of
 from asyncrl.preflight import fit
@@ -78,7 +79,7 @@ def real_parameters(directory: Path) -> int:
 def test_parameters_are_those_of_the_real_weights(name):
     if not (MODELS / name).exists():
         pytest.skip(f"needs {MODELS / name}")
-    shape = read_shape(config_of(model={"path": str(MODELS / name)}).model)
+    shape = read_model(config_of(model={"path": str(MODELS / name)}).model)[1]
     assert shape.parameters == real_parameters(MODELS / name)
 
 
@@ -88,7 +89,7 @@ def test_a_known_model_by_hand():
     attention = 4 * 288 * (6 * 96)
     layer = attention + 3 * 288 * 768 + 2 * 288
     assert STORIES.parameters == 32000 * 288 + 6 * layer + 288  # embedding (tied), layers, last norm
-    assert read_shape(config_of(model={"path": str(MODELS / "stories15M-hd96")}).model) == STORIES
+    assert read_model(config_of(model={"path": str(MODELS / "stories15M-hd96")}).model)[1] == STORIES
 
 
 def test_the_arithmetic_of_a_batch():
@@ -485,6 +486,44 @@ def test_a_learner_alone_is_judged_without_generators():
     assert alone["groups being sampled"] == 6 * (256 // 8)
 
 
+NO_LIMIT = str((1 << 63) - 4096)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "total_gib", "free_gib"),
+    [
+        ("0::/", {"memory.max": f"{8 * GIB}"}, 8, 5.5),
+        ("0::/", {"memory.max": "max"}, 24, 20),
+        ("0::/job", {"job/memory.max": "max", "memory.max": f"{4 * GIB}"}, 4, 1.5),
+        ("0::/", {"memory.max": f"{3 * GIB}", "memory.current": f"{9 * GIB}"}, 3, 1 / GIB),
+        ("3:memory:/docker/1f", {"memory/memory.limit_in_bytes": f"{8 * GIB}"}, 8, 5.5),
+        ("3:memory:/", {"memory/memory.limit_in_bytes": NO_LIMIT}, 24, 20),
+        ("0::/", {}, 24, 20),
+    ],
+)
+def test_a_container_has_the_memory_that_its_limit_leaves(
+    groups, files, total_gib, free_gib, monkeypatch, tmp_path
+):
+    numbers = {"inactive_file": GIB, "active_file": GIB // 2}
+    for name in files:
+        limit, used = (tmp_path / name), name.replace("max", "current").replace("limit", "usage")
+        older = {f"total_{key}": value for key, value in numbers.items()} | {"total_cache": 2 * GIB}
+        stat = older | dict.fromkeys(numbers, 0) if "limit" in name else numbers
+        limit.parent.mkdir(parents=True, exist_ok=True)
+        limit.with_name("memory.stat").write_text("".join(f"{key} {stat[key]}\n" for key in stat))
+        (tmp_path / used).write_text(f"{4 * GIB}\n")
+    memory = f"MemTotal: {24 << 20} kB\nMemAvailable: {20 << 20} kB\nHugePages_Total: 0"
+    for name, text in ({"own": groups, "meminfo": memory} | files).items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
+    found = machine.this_machine("cpu")
+    assert (found.total_bytes, found.memory_bytes) == (total_gib * GIB, free_gib * GIB)
+    plan = forecast(config_of(), STORIES, found, rows=None)
+    assert free_gib >= 1 or any("host memory" in one for one in plan.warnings)
+
+
 def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
     config = config_of(model={"dtype": "bfloat16"})
     monkeypatch.setattr(fit, "is_installed", lambda: True)
@@ -500,7 +539,7 @@ def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
     taught = config_of(
         model={"dtype": "bfloat16"}, algorithm={"advantage": "distill", "reference": {"path": "t"}}
     )
-    monkeypatch.setattr(fit, "read_shape", lambda model: LLAMA_8B)
+    monkeypatch.setattr(fit, "read_model", lambda model: (None, LLAMA_8B))
     monkeypatch.setattr(fit, "this_machine", lambda device: replace(GPU, gpu_bytes=(80 * GIB,)))
     fit.require_room(taught.model_copy(update={"model": ModelConfig(path="hub/name")}), 1)
     with pytest.raises(ConfigError, match=r"GPU 0: .*reference 15\.0 GiB"):

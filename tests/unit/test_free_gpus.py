@@ -13,7 +13,7 @@ from asyncrl.config.load import load_config
 from asyncrl.engine.vllm.args import engine_args
 from asyncrl.errors import DataError
 from asyncrl.hosting.gpus import VARIABLE, visible_devices
-from asyncrl.hosting.machine import Machine, read_shape
+from asyncrl.hosting.machine import Machine, read_model
 from asyncrl.hosting.memory_use import generator_kv_bytes
 from asyncrl.results import engine_process
 from asyncrl.results.engine_process import room_on_gpus
@@ -55,7 +55,9 @@ def test_the_engine_takes_what_is_free_of_the_emptiest_gpu(config, used, gpu, sh
     assert gpus == [gpu]
     assert generator.gpu_memory_utilization == pytest.approx(share)
     allowed_bytes = int(generator.gpu_memory_utilization * (TOTAL_MIB << 20))
-    kv_bytes = generator_kv_bytes(read_shape(made.model), made.model, generator, allowed_bytes=allowed_bytes)
+    kv_bytes = generator_kv_bytes(
+        read_model(made.model)[1], made.model, generator, allowed_bytes=allowed_bytes
+    )
     assert generator.kv_cache_gib * 2**30 == pytest.approx(kv_bytes)
     arguments = engine_args(made.model, generator, made.sampling, made.weights, device="cuda")
     assert arguments["gpu_memory_utilization"] == generator.gpu_memory_utilization

@@ -275,7 +275,7 @@ def test_an_engine_that_shares_its_gpu_is_told_its_cache_and_does_not_measure(mo
     machine = Machine(memory_bytes=GIB, gpu_bytes=(80 * GIB,))
     monkeypatch.setattr(generator_process, "this_machine", lambda device: machine)
     monkeypatch.setattr(generator_process, "is_installed", lambda: True)
-    monkeypatch.setattr(generator_process, "read_shape", lambda model: shape)
+    monkeypatch.setattr(generator_process, "read_model", lambda model: (None, shape))
 
     def arguments(generator: GeneratorConfig) -> dict:
         return engine_args(config.model, generator, config.sampling, config.weights, device="cuda")

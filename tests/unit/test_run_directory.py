@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ from asyncrl.commands.down import Ended, end_run
 from asyncrl.control.listening import listen
 from asyncrl.control.scoring import endpoint_of
 from asyncrl.errors import RunError
+from asyncrl.files import socket_path
 from asyncrl.results.recorded import evaluated_steps
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.run.keys import RunKeys
@@ -176,6 +178,32 @@ def test_fresh_deletes_nothing_that_its_config_names(config: str, tmp_path: Path
     assert sorted(directory.path.iterdir()) == sorted(
         (directory.logs, directory.metrics, directory.checkpoints)
     )
+
+
+@pytest.mark.parametrize("root", ["[lr1e-6]", "2026-01-31T12:00"])
+@pytest.mark.parametrize("config", ["data: {train: '%s'}", "reward: {functions: [{function: '%s:score'}]}"])
+def test_fresh_deletes_no_file_that_is_named_below_a_directory_with_signs(
+    root: str, config: str, tmp_path: Path
+) -> None:
+    directory = begun(tmp_path / root)
+    (own := directory.path / "own.py").touch()
+    with pytest.raises(RunError, match="which --fresh would delete"):
+        directory.create(fresh=True, config=config % own)
+    assert own.exists()
+
+
+def test_a_socket_with_a_long_path_lies_in_its_directory(tmp_path: Path, monkeypatch) -> None:
+    (directory := tmp_path / ("x" * 120)).mkdir()
+    path = socket_path(directory / "a.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        assert (directory / "a.sock").is_socket() and socket_path(directory / "a.sock") == path
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # another process has another TMPDIR
+        assert socket_path(directory / "a.sock").is_socket()
+    assert (tmp_path / f"asyncrl-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match=r"belongs to another user: .*asyncrl-12345"):
+        socket_path(directory / "a.sock")
 
 
 def test_what_the_disk_refuses_is_a_message(tmp_path: Path) -> None:

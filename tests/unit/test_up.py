@@ -14,6 +14,7 @@ from asyncrl.commands import hosts, up
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.errors import RunError, StoreError
+from asyncrl.hosting import machine
 from asyncrl.hosting.children import Family, ProcessSpec
 from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.supervisor import Supervisor
@@ -187,8 +188,36 @@ def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path
     assert [make(index, 9, [f"g{other}" for other in range(index)]).name for index in range(9)]
 
 
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "800000 100000"}, 8),
+        ("0::/", {"cpu.max": "max 100000"}, 12),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/", {}, 12),
+        ("0::/", {"cpu.max": "9000000 100000"}, 12),
+        # a job of a batch system, and the path of a host that its container does not see
+        ("0::/job/step", {"job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000"}, 3),
+        ("0::/docker/1f", {"cpu.max": "250000 100000"}, 2),
+        ("4:cpu,cpuacct:/\n2:cpuset:/", {"cpu/cpu.cfs_quota_us": "8", "cpu/cpu.cfs_period_us": "2"}, 4),
+        ("4:cpu:/docker/1f", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 12),
+        ("2:cpuset:/", {"cpuset/cpu.max": "100000 100000"}, 12),
+    ],
+)
+def test_a_container_has_the_cores_of_its_quota(groups, files, cores, monkeypatch, tmp_path):
+    for name, text in ({"own": groups} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
+    assert machine.share_of_cores() == cores
+    assert machine.share_of_cores(2) == max(1, cores // 2)
+
+
 def test_sides_that_take_turns_have_all_cores_each(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
     for lag, learner_threads, generator_threads in ((0, "12", "6"), (1, "4", "4")):
         config = config_of(staleness={"max_lag": lag}, generator={"count": 2}, learner={"device": "cpu"})

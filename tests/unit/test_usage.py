@@ -11,7 +11,7 @@ import torch
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig, WeightsConfig
-from asyncrl.hosting.machine import read_shape
+from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.memory_use import ModelShape, Rank, weights_bytes
 from asyncrl.report.step_metrics import usage_metrics
 from asyncrl.trainer.base import LossSums, Usage
@@ -60,7 +60,7 @@ def test_a_trainer_counts_each_pass_of_each_model(model):
         reference=model,
         critic=CriticConfig(),
     )
-    shape, packed = read_shape(model), microbatch([sample(3, 4), sample(5, 6)], CPU)
+    shape, packed = read_model(model)[1], microbatch([sample(3, 4), sample(5, 6)], CPU)
     lengths, actions = [7, 11], 10
 
     def loss(batch, *columns_T) -> LossSums:

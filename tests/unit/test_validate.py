@@ -840,6 +840,15 @@ def test_the_config_of_the_quick_start_says_what_makes_its_model_and_rows():
         assert f"{found}, which `asyncrl quickstart` makes; give a" in str(caught.value)
 
 
+@pytest.mark.parametrize("python", [(), (f"environment.python={sys.executable}",)])
+def test_a_file_may_lie_below_a_directory_with_a_colon(python, tmp_path):
+    (place := tmp_path / "12:00").mkdir()
+    Path("run.yaml").write_text(GOOD)
+    (place / "own.py").write_text("def score(prompt, response):\n    return 1.0\n")
+    validated_config(Path("run.yaml"), [f"reward.functions=[{{function: '{place}/own.py:score'}}]"])
+    assert "has score" in str(said_of(GOOD, f"environment.uses={place}/own.py:Game", *python))
+
+
 def test_a_file_for_another_python_may_have_its_grammar():
     Path("newer.py").write_text("class Game:\n    x = = 1\n")
     (line,) = said_of(GOOD, "environment.uses=newer.py:Game")

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tempfile
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.config.vllm_settings import REFUSED, known_settings, quantisation
 from asyncrl.engine.vllm.args import engine_args
+from asyncrl.engine.vllm.classifier import classifier_args
 from asyncrl.errors import ConfigError
 
 RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
@@ -92,6 +95,22 @@ def test_engines_draw_other_numbers_unless_they_are_given_a_seed():
         ]
 
     assert seed() != seed() and seed(seed=0) == 0
+
+
+@pytest.mark.parametrize("name", ["owner/name", "./model", "[v2]/model", "model*"])
+def test_vllm_takes_no_path_of_a_model_for_a_pattern(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "model.safetensors").touch()
+    sections = GeneratorConfig(), SamplingConfig(), WeightsConfig()
+    for given in (
+        engine_args(ModelConfig(path=name), *sections, device="cpu"),
+        classifier_args(name, "float32", max_tokens=8, device="cpu"),
+    ):
+        (found,) = glob(f"{given['model']}/*.safetensors")
+        assert Path(found).samefile(tmp_path / name / "model.safetensors")
+        assert (given["model"] == name) == (name in ("owner/name", "./model"))
 
 
 def test_speculative_decoding_is_refused_with_min_p_which_vllm_cannot_do_then(config):

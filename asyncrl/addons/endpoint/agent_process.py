@@ -123,8 +123,9 @@ class AgentEnvironment:
         (directory / "row.json").write_text(row)
         fits = len(f"ASYNCRL_ROW={row}") < LONGEST_VARIABLE  # JSON is ASCII
         ours = public_environment(self.variables) | self._scratch.variables
-        # A proxy for the internet does not reach this address.
-        direct = ",".join(filter(None, [ours.get("NO_PROXY") or ours.get("no_proxy"), self.config.address]))
+        # A proxy for the internet does not reach this address. As a whole `*` means all hosts.
+        direct = ours.get("NO_PROXY") or ours.get("no_proxy")
+        direct = direct if direct == "*" else ",".join(filter(None, [direct, self.config.address]))
         # OpenAI's Agents SDK would send the conversations to OpenAI, and wait for that at its end.
         quiet = {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
         needed = {

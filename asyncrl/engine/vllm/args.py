@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.builds import CPU, build_of
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import OWNER_ENV, Device
+from asyncrl.files import plain_path
 from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
 from asyncrl.hosting.processes import SAFE_PATH
 
@@ -32,7 +33,7 @@ def engine_args(
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
     arguments: dict[str, Any] = {
-        "model": model.path,
+        "model": plain_path(model.path),
         "revision": model.revision,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,

@@ -8,6 +8,7 @@ from asyncrl.config.sections import GeneratorConfig
 from asyncrl.engine.base import Device
 from asyncrl.engine.vllm.args import STEP_TOKENS, WITHIN_CORE, set_environment
 from asyncrl.errors import EngineError
+from asyncrl.files import plain_path
 from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
 
 Score = Callable[[list[int]], Awaitable[float]]
@@ -18,7 +19,7 @@ CALLS_AT_ONCE = 256
 def classifier_args(model: str, dtype: str, *, max_tokens: int, device: Device) -> dict[str, Any]:
     """Keyword arguments of vLLM's engine."""
     arguments: dict[str, Any] = {
-        "model": model,
+        "model": plain_path(model),
         "dtype": dtype,
         "runner": "pooling",
         "convert": "classify",

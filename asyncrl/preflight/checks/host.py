@@ -13,7 +13,7 @@ from asyncrl.telemetry.text import data_size
 
 MIB, GIB = 1 << 20, 1 << 30
 # vLLM's processes and NCCL's ranks share memory in /dev/shm, which has 64 MiB by default in containers.
-SHARED_LEAST_BYTES, SHARED_GOOD_BYTES = 64 * MIB, GIB
+SHARED_LEAST_BYTES, SHARED_GOOD_BYTES = 32 * MIB, GIB
 DISK_LEAST_BYTES = GIB  # enough for logs, metrics, samples and the store's file of a small run
 WRITTEN_BYTES = 8 * MIB
 

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from asyncrl.algo.metrics import merge
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.errors import CheckpointError, ConfigError, from_extra
+from asyncrl.files import plain_path
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Writes
@@ -127,7 +128,7 @@ class TrainedModel:
         """The inverse of `save`, but with the config's optimizer numbers. Raises CheckpointError."""
         module = self.engine.module
         are_all = len(_trained(module)) == sum(1 for _ in module.parameters())
-        path, _ = self.engine.load_checkpoint(str(directory), tag=tag, load_module_strict=are_all)
+        path, _ = self.engine.load_checkpoint(plain_path(str(directory)), tag, load_module_strict=are_all)
         if path is None:
             found = f"{directory / tag}: DeepSpeed finds no state here"
             raise CheckpointError(f"{found}; resume from another checkpoint")
