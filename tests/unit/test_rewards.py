@@ -440,6 +440,24 @@ def test_a_column_called_like_an_argument_is_none():
     )
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda question, response, **more: more == {"answer": "4"},
+        lambda question, *rest, **more: more == {"answer": "4"},
+        lambda question, responses, **more: [more == {"answer": "4"}],
+        lambda question, response, /, **more: more["question"] == "of the row",
+    ],
+)
+def test_a_column_may_have_the_name_of_the_parameter_for_the_prompt(function):
+    assert reward(function, "p", "4", {"question": "of the row", "answer": "4"}) == 1
+
+
+def test_a_param_of_the_name_of_the_prompts_parameter_is_refused():
+    with pytest.raises(RewardError, match="takes no params question; allowed are answer"):
+        bind(lambda question, response, answer, **more: 1.0, {"question": "why?"})
+
+
 def test_functions_are_loaded_from_files_and_modules(tmp_path):
     (tmp_path / "helper_of_my_reward.py").write_text("FACTOR = 2\n")
     (tmp_path / "my_reward.py").write_text(
