@@ -73,7 +73,7 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Rew
                 raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(row)}")
         others = [{name: row[name] for name in row if name not in params} for row in rows]
         positional, named = form.arguments(prompts, responses, others, apart)
-        value = function(*positional, **named, **params)
+        value = function(*positional, **{**named, **params})
         returned = _LOOP.get_loop().run_until_complete(value) if inspect.isawaitable(value) else value
         return [_checked(*pair) for pair in form.read(returned, len(responses))]
 

@@ -458,6 +458,19 @@ def test_a_param_of_the_name_of_the_prompts_parameter_is_refused():
         bind(lambda question, response, answer, **more: 1.0, {"question": "why?"})
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda solution_str, data_source, **more: data_source == "x", "data_source"),
+        (lambda solution_str, ground_truth, **more: ground_truth == "x", "ground_truth"),
+        (lambda solution_str, **more: more["extra_info"] == "x", "extra_info"),
+        (lambda completions, prompts, **more: [prompts == "x"], "prompts"),
+    ],
+)
+def test_a_param_takes_the_place_of_an_argument_that_its_form_gives(function, name):
+    assert bind(function, {name: "x"})(["p"], ["4"], [{"ground_truth": "4"}]) == [(1.0, None)]
+
+
 def test_functions_are_loaded_from_files_and_modules(tmp_path):
     (tmp_path / "helper_of_my_reward.py").write_text("FACTOR = 2\n")
     (tmp_path / "my_reward.py").write_text(
