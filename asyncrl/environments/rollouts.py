@@ -97,15 +97,10 @@ class _Episode:
             raise EnvironmentFault(f"{text}: nothing was sampled", reason="silent")
         value, parts = last.get("value"), {}
         if isinstance(value, dict):
-            parts = {
-                str(name): read_reward(f"rollout, part {name}", one) or 0.0 for name, one in value.items()
-            }
+            parts = _numbers("rollout, part", value)
             value = sum(parts.values()) if parts else None
         reward = read_reward("rollout", value)
-        counts = {
-            str(name): read_reward(f"session.metrics, {name}", one) or 0.0
-            for name, one in last.get("metrics", {}).items()
-        }
+        counts = _numbers("session.metrics,", last.get("metrics", {}))
         # Behind the budget that ended the rollout, turns in progress may still have been answered.
         return Outcome(
             finish_reason=last.get("spent", self._finish_reason),
@@ -208,3 +203,9 @@ class _Host:
             await asyncio.sleep(self._step_s)
             if not self._answered:
                 self._lose("hung")
+
+
+def _numbers(what: str, given: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers by name, without those that are None: they are unknown, and not 0."""
+    read = {name: read_reward(f"{what} {name}", one) for name, one in given.items()}
+    return {name: one for name, one in read.items() if one is not None}
