@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from asyncrl.algo.trainable import NAME, is_name
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import BudgetSpent, Outcome, Talk
 from asyncrl.environments.channel import Channel
@@ -101,6 +102,9 @@ class _Episode:
             value = sum(parts.values()) if parts else None
         reward = read_reward("rollout", value)
         counts = _numbers("session.metrics,", last.get("metrics", {}))
+        if wrong := [name for name in counts if not is_name(name)]:
+            text = f"session.metrics has the name {wrong[0]!r:.80}; {NAME} are allowed"
+            raise EnvironmentFault(text, reason="returned")
         # Behind the budget that ended the rollout, turns in progress may still have been answered.
         return Outcome(
             finish_reason=last.get("spent", self._finish_reason),

@@ -168,6 +168,7 @@ async def rollout(session, prompt, how="sum", **columns):
         if not answer.tool_calls: break
     session.score_turn(0.25, state=7)
     session.metrics["messages"] = "many" if how == "words" else len(messages)
+    if how == "blank": session.metrics["seen by"] = 1
     if how == "raise": raise KeyError("lost")
     if how == "sleep": await asyncio.Event().wait()
     if how == "hang": HANG
@@ -667,6 +668,7 @@ def test_a_rollout_may_return_a_number_parts_or_nothing(tmp_path, how, reward, p
         ("silent", "silent", "nothing was sampled"),
         ("nan", "returned", "must be finite"),
         ("words", "returned", r"`session.metrics, messages` returned str `many`"),
+        ("blank", "returned", r"session.metrics has the name 'seen by'; 1 to 200 letters, .* are allowed"),
         ("object", "raised", "returned a value of type object"),
         ("die", "died", "exit status 3"),
         ("hang", "hung", "took longer than 3 s and was killed"),
