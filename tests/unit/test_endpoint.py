@@ -786,6 +786,22 @@ def test_references_to_our_items_are_the_items():
     assert talk.asked[1]["messages"][1]["tool_calls"]
 
 
+def test_a_first_call_that_is_too_long_has_the_code_that_agents_know_and_a_shorter_one_begins():
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=400))
+
+    async def play(endpoint, episode):
+        long = {"messages": [{"role": "user", "content": "x" * 1000}]}
+        refused = await post(endpoint, episode.key, long)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "the first prompt has 1013 tokens; sampling.max_prompt_tokens allows 1000" in episode.overlong
+        assert (await post(endpoint, episode.key, {"messages": QUESTION})).status_code == 200
+        assert (episode.calls, episode.refused, episode.fault) == (1, 1, "")
+
+    serve(talk, play)
+    assert len(session.turns) == 1
+
+
 def test_an_overflow_has_the_code_that_agents_know_and_fails_nothing():
     async def play(endpoint, episode):
         client = chat_client(endpoint, episode)

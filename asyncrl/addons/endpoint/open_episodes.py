@@ -36,6 +36,7 @@ class OpenEpisode:
         self.retries = 0  # calls that got the answer of an earlier attempt
         self.refused = 0  # calls, of any reason
         self.overflowed = False  # whether a conversation was too long
+        self.overlong = ""  # the first call that was too long to begin with: an agent may call with less
         self.is_cut = False  # whether the run, and not the agent, cut off or refused the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
         self.mistake = ""  # the first call that asked for constraints: an agent may go on without them
@@ -182,6 +183,9 @@ class OpenEpisode:
                 raise Refused(400, text, "context_length_exceeded") from spent
             raise over() from spent
         except (ConfigError, RenderError, EnvironmentFault, RecursionError, UnicodeError, TypeError) as error:
+            if isinstance(error, EnvironmentFault) and error.reason == "long":
+                self.overlong = self.overlong or str(error)
+                raise Refused(400, str(error), "context_length_exceeded") from error
             raise Refused(400, f"the messages cannot be used: {error}", "invalid_request") from error
         except EngineError as error:
             raise Refused(503, f"the model cannot answer: {error}", "engine") from error
