@@ -36,33 +36,25 @@ class TemplateRenderer:
         # Some tokenizers append an end token to every text, too.
         self.opening_ids = tuple(one for one in tokenizer("")["input_ids"] if one not in self.stop_ids)
         self._opens_with_blank = self._begins_with_blank(self._ids("a"))
-        self._form = next((form for form in _FORMS if self._writes_calls(form)), _FORMS[0])
+        for self._form in (*_FORMS, _FORMS[0]):  # the first one if calls are written in none
+            if self._writes_calls():
+                break
 
-    def _writes_calls(self, form: tuple[str | None, bool]) -> bool:
+    def _writes_calls(self) -> bool:
         try:
-            text = self._render(PROBE, (), form, generation=False)
+            text = self.render(PROBE, generation=False)
         except RenderError:
             return False
         is_written = all(part in text for part in ("some_name", "some_key", "some_value"))
         return is_written and not any(wrong in text for wrong in ("None", "'some_key'", '\\"some_key\\"'))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, generation: bool) -> str:
-        return self._render(messages, tools, self._form, generation=generation)
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        form: tuple[str | None, bool],
-        *,
-        generation: bool,
-    ) -> str:
         is_continued = generation and is_begun(messages)
         # A template is a program of the model's author; it raises what it likes.
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [_in_form(message, *form) for message in messages],
+                    [_in_form(message, *self._form) for message in messages],
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=generation and not is_continued,
