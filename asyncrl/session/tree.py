@@ -77,13 +77,17 @@ def _sequence(path: Sequence[Turn], actions: set[int], *, is_mixed: bool) -> Rol
         length += given + len(rollout.response_ids)
         if is_action:
             ends.append(length)
+    runs = groupby(spans, key=lambda span: span.weights)  # neighbours of the same weights
     return replace(
         path[-1].rollout,
         prompt_ids=path[0].rollout.prompt_ids,
         response_ids=np.concatenate(ids),
         action_mask=np.concatenate(mask),
         behaviour_logprobs=np.concatenate(logprobs),
-        version_spans=_merged(spans),
+        version_spans=tuple(
+            VersionSpan(weights.version, sum(span.tokens for span in run), weights.lineage)
+            for weights, run in runs
+        ),
         recorded={KEPT_COUNTS: np.concatenate(counts), KEPT_IDS: np.concatenate(kept)} if kept else {},
         turns=_turns([turn for turn in path if turn.index in actions], ends, is_mixed=is_mixed),
     )
@@ -100,14 +104,6 @@ def _turns(trained: Sequence[Turn], ends: Sequence[int], *, is_mixed: bool) -> T
     if len(ends) == 1 and rewards is None and states is None and order is None:
         return None
     return Turns(ends=np.array(ends, dtype=np.int32), rewards=rewards, states=states, order=order)
-
-
-def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """`spans` with neighbours of the same weights joined."""
-    return tuple(
-        VersionSpan(weights.version, sum(span.tokens for span in run), weights.lineage)
-        for weights, run in groupby(spans, key=lambda span: span.weights)
-    )
 
 
 def _require_no_drift(path: Sequence[Turn]) -> None:
