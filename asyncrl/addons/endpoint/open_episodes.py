@@ -110,7 +110,7 @@ class OpenEpisode:
                 self._recent.popitem(last=False)
         await asyncio.wait({task})
         if task.cancelled():
-            raise over()
+            raise _over()
         return task.result()
 
     def noted(self, refused: Refused) -> Refused:
@@ -154,7 +154,7 @@ class OpenEpisode:
 
     async def _answers(self, call: Call, train: bool) -> list[Answer]:
         if self._is_closed or self.spent:
-            raise over()
+            raise _over()
         limits: dict[str, Any] = {"max_tokens": call.max_tokens, "stop": call.stop, "train": train}
         try:
             if call.prompt is not None:
@@ -176,7 +176,7 @@ class OpenEpisode:
             if spent.finish_reason == "length":
                 text = "the conversation is longer than the context, or the episode's tokens are used up"
                 raise Refused(400, text, "context_length_exceeded") from spent
-            raise over() from spent
+            raise _over() from spent
         except (ConfigError, RenderError, EnvironmentFault, RecursionError, UnicodeError, TypeError) as error:
             if isinstance(error, EnvironmentFault) and error.reason == "long":
                 self.overlong = self.overlong or str(error)
@@ -241,12 +241,12 @@ class OpenEpisodes:
         if episode := self._open.get(key):
             return episode
         if key in self._closed:
-            raise over()
+            raise _over()
         text = "no episode has this key; send the one in OPENAI_API_KEY or ANTHROPIC_API_KEY"
         raise Refused(401, text, "invalid_api_key")
 
 
-def over() -> Refused:
+def _over() -> Refused:
     """Return the refusal of a call after the end of its episode, which no client library repeats."""
     return Refused(403, "the episode is over", "episode_over")
 
