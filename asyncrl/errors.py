@@ -103,7 +103,7 @@ class EnvironmentFault(AsyncRLError):
     fault = True
 
     def __init__(self, message: str, *, reason: str = "raised") -> None:
-        """Give the reason that counts it: `raised`, `returned`, `died`, `hung`, `start` or `silent`."""
+        """Give the reason that counts it: `raised`, `returned`, `died`, `hung`, `start`, `long`, `silent`."""
         super().__init__(message)
         self.reason = reason
 

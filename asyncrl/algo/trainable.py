@@ -87,12 +87,12 @@ def _metric_faults(group: Group) -> Iterator[str]:
     if len(group.episode_metrics) > MOST_PARTS:
         yield f"{len(group.episode_metrics)} episode metrics, {MOST_PARTS} are allowed"
     for name, values in group.episode_metrics.items():
-        if not _is_name(name):
+        if not is_name(name):
             yield f"an episode metric has the name {name[:MOST_CHARACTERS]!r}, {NAME} are allowed"
         if (wrong := _outside(values[~np.isnan(values)], -MOST_REWARD, MOST_REWARD)) is not None:
             yield f"episode metric {name} is {wrong:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
     for reason, episodes in group.missing.items():
-        if not _is_name(reason) or not 1 <= episodes <= MOST_VERSION:
+        if not is_name(reason) or not 1 <= episodes <= MOST_VERSION:
             where = f"missing[{reason[:MOST_CHARACTERS]!r}] is {episodes}"
             yield f"{where}; a name of {NAME}, and 1 episode or more are allowed"
 
@@ -175,8 +175,8 @@ def _reward_faults(rollout: Rollout) -> Iterator[str]:
             yield f"{name[:MOST_CHARACTERS]} {value:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
 
 
-def _is_name(text: str) -> bool:
-    """Whether the text can be the name of a published metric."""
+def is_name(text: str) -> bool:
+    """Return whether the text can be the name of a published metric."""
     return 0 < len(text) <= MOST_CHARACTERS and all(
         one.isascii() and (one.isalnum() or one in "_./-") for one in text
     )

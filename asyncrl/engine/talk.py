@@ -164,7 +164,7 @@ class SessionTalk:
             raise EnvironmentFault(
                 f"the first prompt has {given} tokens; sampling.max_prompt_tokens allows "
                 f"{budget.max_prompt_tokens}; raise it, or begin the episode with less text",
-                reason="start",
+                reason="long",
             )
 
     async def _sample(self, prompt_ids: Sequence[int], spec: SamplingSpec) -> Rollout:

@@ -316,5 +316,6 @@ class Environments:
         if missing := sorted(set(self.description["required"]) - given.keys()):
             found = f"environment.uses {self.config.uses} wants column(s) {missing}"
             raise EnvironmentFault(f"{found}, which the row lacks; it has {sorted(given)}", reason="start")
-        names = given if self.description["takes_all"] else self.description["columns"]
-        return {name: given[name] for name in names if name in given}
+        has = self.description
+        unnamed = has["placed"] if has["takes_all"] else given.keys() - has["columns"]
+        return {name: value for name, value in given.items() if name not in unnamed}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from asyncrl.algo.trainable import NAME, is_name
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import BudgetSpent, Outcome, Talk
 from asyncrl.environments.channel import Channel
@@ -97,15 +98,13 @@ class _Episode:
             raise EnvironmentFault(f"{text}: nothing was sampled", reason="silent")
         value, parts = last.get("value"), {}
         if isinstance(value, dict):
-            parts = {
-                str(name): read_reward(f"rollout, part {name}", one) or 0.0 for name, one in value.items()
-            }
+            parts = _numbers("rollout, part", value)
             value = sum(parts.values()) if parts else None
         reward = read_reward("rollout", value)
-        counts = {
-            str(name): read_reward(f"session.metrics, {name}", one) or 0.0
-            for name, one in last.get("metrics", {}).items()
-        }
+        counts = _numbers("session.metrics,", last.get("metrics", {}))
+        if wrong := [name for name in counts if not is_name(name)]:
+            text = f"session.metrics has the name {wrong[0]!r:.80}; {NAME} are allowed"
+            raise EnvironmentFault(text, reason="returned")
         # Behind the budget that ended the rollout, turns in progress may still have been answered.
         return Outcome(
             finish_reason=last.get("spent", self._finish_reason),
@@ -209,3 +208,9 @@ class _Host:
             await asyncio.sleep(self._step_s)
             if not self._answered:
                 self._lose("hung")
+
+
+def _numbers(what: str, given: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers by name, without those that are None: they are unknown, and not 0."""
+    read = {name: read_reward(f"{what} {name}", one) for name, one in given.items()}
+    return {name: one for name, one in read.items() if one is not None}

@@ -38,6 +38,8 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
         "columns": [one.name for one in named if is_entered],
         "required": [one.name for one in named if is_entered and one.default is one.empty],
         "takes_all": is_entered and any(one.kind is one.VAR_KEYWORD for one in taken),
+        # A column of the first parameter's name would be a second value of it.
+        "placed": [one.name for one in taken[:1] if one.kind is one.POSITIONAL_OR_KEYWORD],
         "tools": given
         or [describe_tool(tool, owner=first if kind == "tool_class" else None) for tool in tools],
         # Classes for TRL often set an attribute; one of a text environment is paid already, by `step`.

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +151,11 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     opened = finder.source if finder else light_renderer(config.data, config.model)
     tokenizer = opened.tokenizer if opened else load_tokenizer(config.model)
     records = load_rows(str(RunDirectory(path).samples if finder else path))
-    chosen = range(len(records))[-count:] if finder else range(len(records))[:count]
+    places = range(len(records))[:: -1 if finder else 1]
+    # The record of a ticket that died has no versions, because it has no response.
+    sampled = ((index, one) for index in places if (one := records[index]).get("versions") != [])
     # A run that goes on appends to its samples, and then no more rows can be read.
-    for index, record in [(index, records[index]) for index in chosen]:
+    for index, record in sorted(islice(sampled, count)):
         if not isinstance(record.get("response"), str):
             place = records.place(index)
             raise DataError(f"{place}: no text in column `response`; it has {', '.join(record)}")
@@ -163,6 +165,8 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
         chat = found.chat if found else prompt if isinstance(prompt, list) else None
         truncated = record.get("finish_reason", "stop") != "stop"
         text = record["response"]
+        if _played(config, found, text):  # a run scores the last answer, before which `reports` writes a mark
+            text = text.rpartition("\n[model] ")[2]
         tokens = sum(count for _, count in record.get("versions") or ()) or _sampled(tokenizer, text)
         given = RewardInput(
             prompt=str(prompt), response=text, row=row, chat=chat, truncated=truncated, response_tokens=tokens

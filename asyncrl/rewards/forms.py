@@ -60,12 +60,14 @@ class Form:
     takes_all: bool
     # Most responses of a call; `GROUP` for all of a group.
     most: int = 1
+    # Names of the parameters that are passed by place, and could be passed by name too.
+    placed: frozenset[str] = frozenset()
     # Whether a prompt of chat messages stays one.
     takes_chat: ClassVar[bool] = False
 
     def takes(self, name: str) -> bool:
         """Return whether an argument of this name reaches the function."""
-        return self.takes_all or name in self.accepted
+        return name in self.accepted or (self.takes_all and name not in self.placed)
 
     def refusal(self, params: Mapping[str, Any]) -> str:
         """Why the function cannot be called with parameters of the config; empty if it can."""
@@ -197,7 +199,7 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
         found = ", ".join(f"`{name}`" for name in sorted(unknown))
         raise RewardError(f"takes {found}, which asyncrl does not have; give it a default, or leave it out")
     if "completions" in names:
-        return replace(_form(TRLForm, parameters), most=GROUP)
+        return _form(TRLForm, parameters, most=GROUP)
     if "solution_str" in names:
         return _form(VerlForm, parameters)
     positional = [one.name for one in parameters if one.kind in _POSITIONAL]
@@ -208,24 +210,28 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
         )
     if positional[:2] == ["prompts", "responses"]:
         default = next((one.default for one in parameters if one.name == "batch"), BATCH)
-        return replace(_form(BatchForm, parameters[2:]), most=_most(default))
+        return _form(BatchForm, parameters, 2, most=_most(default))
     if "responses" in positional[1:2]:
-        return replace(_form(GroupForm, parameters[2:]), most=GROUP)
+        return _form(GroupForm, parameters, 2, most=GROUP)
     if positional[:1] == ["response"] or positional[1:2] == ["prompt"]:
         swapped = positional[:2] == ["response", "prompt"]
         cure = "swap the two parameters" if swapped else "take `prompt` and `response` first, in this order"
         raise RewardError(
             f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): {cure}"
         )
-    return _form(Form, parameters[2:] if len(positional) >= 2 else parameters[len(positional) :])
+    return _form(Form, parameters, min(len(positional), 2))
 
 
-def _form(kind: type[Form], parameters: Sequence[inspect.Parameter]) -> Form:
-    named = [one for one in parameters if one.kind in _NAMED]
+def _form(
+    kind: type[Form], parameters: Sequence[inspect.Parameter], placed: int = 0, *, most: int = 1
+) -> Form:
+    named = [one for one in parameters[placed:] if one.kind in _NAMED]
     return kind(
         accepted=frozenset(one.name for one in named),
         required=frozenset(one.name for one in named if one.default is one.empty),
         takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
+        most=most,
+        placed=frozenset(one.name for one in parameters[:placed] if one.kind in _NAMED),
     )
 
 

@@ -73,7 +73,7 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Rew
                 raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(row)}")
         others = [{name: row[name] for name in row if name not in params} for row in rows]
         positional, named = form.arguments(prompts, responses, others, apart)
-        value = function(*positional, **named, **params)
+        value = function(*positional, **{**named, **params})
         returned = _LOOP.get_loop().run_until_complete(value) if inspect.isawaitable(value) else value
         return [_checked(*pair) for pair in form.read(returned, len(responses))]
 
@@ -94,7 +94,7 @@ def checked_reward(value: object) -> float:
     if not isinstance(value, Real) and callable(item := getattr(value, "item", None)):
         with contextlib.suppress(ValueError, RuntimeError):  # of several elements
             value = item()
-    if not isinstance(value, Real):
+    if not isinstance(value, Real | Decimal):
         found = f"{type(value).__name__} `{str(value)[:80]}`"
         raise RewardError(f"returned {found}; a reward is one finite number, or None to abstain")
     try:
@@ -110,7 +110,7 @@ def checked_answer(answer: object) -> str:
     """`answer` as a short text, empty for None. Raises RewardError for another type than text and number."""
     if answer is None:
         return ""
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
+    if isinstance(answer, bool) or not isinstance(answer, str | Real | Decimal):
         found = f"{type(answer).__name__} `{str(answer)[:80]}`"
         raise RewardError(
             f"returned {found} as the answer; an answer is a text, a number, or None if the response has none"

@@ -49,8 +49,9 @@ _CHOICES = tuple(
     re.compile(pattern)
     for pattern in (
         r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\)?\.?\}?\s*\}",
-        # Possessive: much white space would otherwise be split in all ways.
-        r"(?i:answer(?:\s+is)?+)\s*+:?\s*+(?:\*\*)?\(?([A-J])\)?(?![A-Za-z])",
+        # Possessive: much white space would otherwise be split in all ways. `I think` is not a choice.
+        r"(?i:answer(?:\s+is)?+)\s*+:?\s*+(?:\*\*)?\(?"
+        r"(?!I['\u2019]|I (?!because|since|as |is )[a-z])([A-J])\)?(?![A-Za-z])",
         r"\(([A-J])\)",
         r"(?<![A-Za-z'])([A-J])(?=[\s.):]*$)",
     )

@@ -36,7 +36,7 @@ class TemplateRenderer:
         # Some tokenizers append an end token to every text, too.
         self.opening_ids = tuple(one for one in tokenizer("")["input_ids"] if one not in self.stop_ids)
         self._opens_with_blank = self._begins_with_blank(self._ids("a"))
-        for self._form in (*_FORMS, _FORMS[0]):  # the first one again if the template writes calls in none
+        for self._form in (*_FORMS, _FORMS[0]):  # the first one if calls are written in none
             if self._writes_calls():
                 break
 

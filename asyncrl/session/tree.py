@@ -1,7 +1,7 @@
 """A session: the conversations of one episode as a tree of turns, each leaf one sequence to train on."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import groupby
@@ -77,13 +77,17 @@ def _sequence(path: Sequence[Turn], actions: set[int], *, is_mixed: bool) -> Rol
         length += given + len(rollout.response_ids)
         if is_action:
             ends.append(length)
+    runs = groupby(spans, key=lambda span: span.weights)  # neighbours of the same weights
     return replace(
         path[-1].rollout,
         prompt_ids=path[0].rollout.prompt_ids,
         response_ids=np.concatenate(ids),
         action_mask=np.concatenate(mask),
         behaviour_logprobs=np.concatenate(logprobs),
-        version_spans=_merged(spans),
+        version_spans=tuple(
+            VersionSpan(weights.version, sum(span.tokens for span in run), weights.lineage)
+            for weights, run in runs
+        ),
         recorded={KEPT_COUNTS: np.concatenate(counts), KEPT_IDS: np.concatenate(kept)} if kept else {},
         turns=_turns([turn for turn in path if turn.index in actions], ends, is_mixed=is_mixed),
     )
@@ -100,14 +104,6 @@ def _turns(trained: Sequence[Turn], ends: Sequence[int], *, is_mixed: bool) -> T
     if len(ends) == 1 and rewards is None and states is None and order is None:
         return None
     return Turns(ends=np.array(ends, dtype=np.int32), rewards=rewards, states=states, order=order)
-
-
-def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """`spans` with neighbours of the same weights joined."""
-    return tuple(
-        VersionSpan(weights.version, sum(span.tokens for span in run), weights.lineage)
-        for weights, run in groupby(spans, key=lambda span: span.weights)
-    )
 
 
 def _require_no_drift(path: Sequence[Turn]) -> None:
@@ -137,24 +133,12 @@ class Session:
         self._renderer = renderer
         self._own = [own] if isinstance(own, str) else [str(one["content"]) for one in own]
         self._history = history
-        self._turns: list[Turn] = []
+        self.turns: list[Turn] = []  # in the order of recording
         self._found: dict[bytes, list[Turn]] = {}  # by the key of the conversation up to the answer
-        self._counts: Counter[str] = Counter()
+        # Turns that are `roots`, `branches` or `untrained`, those of each rule, and those that the template
+        # would have `rewritten`. `broken_specials` are texts of special tokens that were broken.
+        self.counts: Counter[str] = Counter()
         self.sequences = 0  # at most: leaves of the tree, of which some may have nothing to train
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Return how many turns are `roots` and `branches`, and how many the template would have rewritten.
-
-        The rules `stable`, `short`, `kept`, `rendered` and `text` are keys, too. `broken_specials` counts
-        texts of special tokens that were broken, `untrained` turns that were recorded with `train=False`.
-        """
-        return self._counts
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """Return all recorded turns, in the order of recording."""
-        return self._turns
 
     def request(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Request:
         """Return the ids to sample behind: the turn that these messages continue, and what is new.
@@ -198,7 +182,7 @@ class Session:
         session is a prompt: it gets the tokens that the tokenizer puts before a text, unless it has them.
         """
         breaker = Breaker(self._renderer.special_texts)
-        parent = self._turns[-1] if self._turns else None
+        parent = self.turns[-1] if self.turns else None
         broken = breaker.text(text, own="" if parent else [*self._own, ""][0])
         ids = tuple(self._renderer.encode(broken, inside=parent is not None))
         opening = self._renderer.opening_ids
@@ -228,7 +212,7 @@ class Session:
             joined = {**message, "content": f"{begun}{message.get('content') or ''}"}
             keys.append(key_after(request.begun_key, joined))
         turn = Turn(
-            index=len(self._turns),
+            index=len(self.turns),
             parent=request.parent,
             delta_ids=request.delta_ids,
             prompt_digest=blake2b(rollout.prompt_ids.astype(np.int32).tobytes()).digest(),
@@ -237,7 +221,7 @@ class Session:
             said=Said(before, answer) if request.key else None,
             is_trained=train,
         )
-        self._turns.append(turn)
+        self.turns.append(turn)
         for key in keys:
             self._found.setdefault(key, []).append(turn)
         self._count(request, turn)
@@ -249,7 +233,7 @@ class Session:
         A turn that several sequences share is an action in the first of them only. Raises DriftError if a
         turn was sampled behind other ids than those before it in its sequence.
         """
-        return sequences_of(self._turns)
+        return sequences_of(self.turns)
 
     def _find(self, keys: Sequence[bytes]) -> tuple[Turn | None, int]:
         """The turn with the longest of these conversations, childless if possible, and its message count."""
@@ -289,12 +273,12 @@ class Session:
 
     def _count(self, request: Request, turn: Turn) -> None:
         rules = _RULES if request.key else (_TEXT,)
-        self._counts.update(dict.fromkeys((*rules, "branches"), 0))  # a mean over episodes needs the zeros
-        self._counts[request.rule] += 1
-        self._counts["broken_specials"] += request.broken_specials
-        self._counts["untrained"] += not turn.is_trained
-        self._counts["rewritten"] += request.rule not in (_ROOT, _TEXT, STABLE)
+        self.counts.update(dict.fromkeys((*rules, "branches"), 0))  # a mean over episodes needs the zeros
+        self.counts[request.rule] += 1
+        self.counts["broken_specials"] += request.broken_specials
+        self.counts["untrained"] += not turn.is_trained
+        self.counts["rewritten"] += request.rule not in (_ROOT, _TEXT, STABLE)
         self.sequences += turn.parent is None or turn.parent.children > 0
         if turn.parent is not None:
             turn.parent.children += 1
-            self._counts["branches"] += turn.parent.children > 1
+            self.counts["branches"] += turn.parent.children > 1

@@ -171,6 +171,7 @@ async def rollout(session, prompt, how="sum", **columns):
         if not answer.tool_calls: break
     session.score_turn(0.25, state=states.get(how, 7))
     session.metrics["messages"] = "many" if how == "words" else len(messages)
+    if how == "blank": session.metrics["seen by"] = 1
     if how == "raise": raise KeyError("lost")
     if how == "sleep": await asyncio.Event().wait()
     if how == "hang": HANG
@@ -179,6 +180,8 @@ async def rollout(session, prompt, how="sum", **columns):
     if how == "object": return object()
     if how == "nothing": return None
     if how == "parts": return {"sum": 1.0, "short": 0.5}
+    if how == "unknown part": session.metrics["messages"] = None
+    if how.startswith("unknown"): return {"sum": None} | ({"short": 0.5} if how == "unknown part" else {})
     if how == "branches":
         both = await asyncio.gather(*(session.chat([{"role": "user", "content": x}]) for x in "ab"))
         return sum(float(one.text) for one in both)
@@ -652,11 +655,18 @@ def test_a_rollout_may_ask_a_judge_that_is_not_trained(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "reward", "parts"),
-    [("nothing", None, {}), ("parts", 1.5, {"sum": 1.0, "short": 0.5}), ("branches", 3.0, {})],
+    [
+        ("nothing", None, {}),
+        ("parts", 1.5, {"sum": 1.0, "short": 0.5}),
+        ("branches", 3.0, {}),
+        ("unknown part", 0.5, {"short": 0.5}),
+        ("unknown parts", None, {}),
+    ],
 )
 def test_a_rollout_may_return_a_number_parts_or_nothing(tmp_path, how, reward, parts):
     end = run_rollout(tmp_path, how, sums("1", "2"))
     assert (end.reward, end.parts) == (reward, parts)
+    assert ("messages" in end.metrics) == (how != "unknown part"), "a metric that is unknown is not 0"
 
 
 @pytest.mark.parametrize(
@@ -669,6 +679,7 @@ def test_a_rollout_may_return_a_number_parts_or_nothing(tmp_path, how, reward, p
         ("silent", "silent", "nothing was sampled"),
         ("nan", "returned", "must be finite"),
         ("words", "returned", r"`session.metrics, messages` returned str `many`"),
+        ("blank", "returned", r"session.metrics has the name 'seen by'; 1 to 200 letters, .* are allowed"),
         ("object", "raised", "returned a value of type object"),
         ("die", "died", "exit status 3"),
         ("hang", "hung", "took longer than 3 s and was killed"),

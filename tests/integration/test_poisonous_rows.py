@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 EPISODES = {
     "text": "the rollout raised ValueError: no such item: \\?",
     "unprintable": "the rollout raised Unprintable, which has no text",
-    "metric": "an episode metric has the name '\\?'",
+    "metric": "session.metrics has the name '\\?'; 1 to 200 letters",
     "nan": "`rollout` returned the reward nan",
     "huge": "the rollout raised ValueError: found [0-9,]+ bytes; at most 16,777,216 are allowed",
     "reward": "reward part `judged` raised ValueError: \\?",

@@ -288,6 +288,15 @@ def test_an_agent_that_shortens_its_conversation_is_not_cut_off(tmp_path):
     assert (outcome.finish_reason, outcome.metrics["refused_calls"]) == ("stop", 1.0)
 
 
+def test_an_agent_may_shorten_its_first_call_but_not_give_up(tmp_path):
+    long = EnvironmentFault("the first prompt has 9 tokens", reason="long")
+    calls = "try: ask('x')\nexcept Exception: pass\n"
+    assert play(tmp_path, ScriptedTalk(long, TEXT), f"{calls}ask('y')").metrics["refused_calls"] == 1.0
+    with pytest.raises(EnvironmentFault, match="the first prompt has 9 tokens") as found:
+        play(tmp_path, ScriptedTalk(long), calls)
+    assert found.value.reason == "long"
+
+
 def test_a_last_answer_that_the_run_cut_off_is_truncated_but_not_one_that_the_agent_wanted_short(tmp_path):
     cut = Answer(text="two wo", finish_reason="length", tokens=2)
     assert play(tmp_path, ScriptedTalk(cut), "ask('x')").finish_reason == "length"

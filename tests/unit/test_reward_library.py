@@ -118,6 +118,11 @@ def test_boxed_takes_the_last_whole_box(response, score, found):
         ("It must be C.", "C"),
         ("<think>(A) is wrong, so B.</think><answer>B</answer>", "B"),
         ("A dog", None),
+        ("Answer: I think it is B", "B"),
+        ("The answer I choose is (B), and I'm sure", "B"),
+        ("Answer: I\u2019d say B.", "B"),
+        ("The answer is I because H is wrong. B", "I"),
+        ("The answer is I.", "I"),
         ("", None),
     ],
 )

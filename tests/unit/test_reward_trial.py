@@ -1,6 +1,8 @@
 """What `asyncrl reward test` tries, and what it says of the scores."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +74,24 @@ class Source:
 
     def __len__(self):
         return 1
+
+
+@pytest.mark.parametrize("plays", [True, False])
+def test_samples_are_the_newest_responses_of_a_run_and_the_last_answers_of_its_episodes(
+    plays, tmp_path, monkeypatch
+):
+    prompt = Prompt(token_ids=(1,), text="1+1=", row={"answer": "2"})
+    finder = SimpleNamespace(source=Source(prompt), prompt=lambda record: prompt)
+    monkeypatch.setattr(reward_trial, "_PromptFinder", lambda config: finder)
+    said = "[model] 3\n[environment] no\n[model] 2"
+    texts = ["0", said, "1"]
+    records = [{"prompt": "1+1=", "response": text, "versions": [[0, 9]]} for text in texts]
+    records += [{"kind": "dropped", "prompt": "", "response": "", "versions": []}] * 2
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = config_of(environment={"uses": "asyncrl.quickstart.games:Guess"} if plays else {})
+    cases = list(sample_cases(config, tmp_path, 2))
+    assert [case.given.response for case in cases] == ["2" if plays else said, "1"]
+    assert not plays or cases[0].given.columns["messages"][-1]["content"] == "2"
 
 
 @pytest.mark.parametrize("reference", [2, 2.0])

@@ -8,6 +8,7 @@ import random
 import re
 import struct
 from datetime import date
+from decimal import Decimal
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
@@ -194,7 +195,10 @@ def test_what_is_no_finite_number_is_refused(value):
 
 @pytest.mark.parametrize(
     "value",
-    [1, -0.5, True, False, np.float32(0.5), np.int64(3), np.bool_(True), torch.tensor([0.5]), Fraction(1, 4)],
+    [
+        *(1, -0.5, True, False, np.float32(0.5), np.int64(3), np.bool_(True), torch.tensor([0.5])),
+        *(Fraction(1, 4), Decimal("0.25")),
+    ],
 )
 def test_real_numbers_of_any_type_are_rewards(value):
     assert checked_reward(value) == float(value)
@@ -275,7 +279,11 @@ def test_an_answer_may_stand_beside_the_reward():
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [(4, "4"), (" 4 ", "4"), ("  ", ""), (None, ""), ("\ud800", "?"), (0.5, "0.5")]
+    ("answer", "text"),
+    [
+        *((4, "4"), (" 4 ", "4"), ("  ", ""), (None, ""), ("\ud800", "?"), (0.5, "0.5")),
+        *((np.int64(4), "4"), (np.float32(0.5), "0.5"), (Fraction(1, 4), "1/4"), (Decimal("0.25"), "0.25")),
+    ],
 )
 def test_an_answer_is_a_short_text(answer, text):
     assert checked_answer(answer) == text
@@ -288,7 +296,7 @@ def test_long_answers_stay_different_and_short():
     assert checked_answer(long[0]) == checked_answer(f" {long[0]}\n")
 
 
-@pytest.mark.parametrize("answer", [True, [4], object(), b"4", {"a": 1}])
+@pytest.mark.parametrize("answer", [True, np.bool_(True), [4], object(), b"4", {"a": 1}])
 def test_what_is_no_answer_is_refused(answer):
     with pytest.raises(RewardError, match=r"as the answer; an answer is a text, a number, or None"):
         checked_answer(answer)
@@ -438,6 +446,37 @@ def test_a_column_called_like_an_argument_is_none():
         )
         == 1
     )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda question, response, **more: more == {"answer": "4"},
+        lambda question, *rest, **more: more == {"answer": "4"},
+        lambda question, responses, **more: [more == {"answer": "4"}],
+        lambda question, response, /, **more: more["question"] == "of the row",
+    ],
+)
+def test_a_column_may_have_the_name_of_the_parameter_for_the_prompt(function):
+    assert reward(function, "p", "4", {"question": "of the row", "answer": "4"}) == 1
+
+
+def test_a_param_of_the_name_of_the_prompts_parameter_is_refused():
+    with pytest.raises(RewardError, match="takes no params question; allowed are answer"):
+        bind(lambda question, response, answer, **more: 1.0, {"question": "why?"})
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda solution_str, data_source, **more: data_source == "x", "data_source"),
+        (lambda solution_str, ground_truth, **more: ground_truth == "x", "ground_truth"),
+        (lambda solution_str, **more: more["extra_info"] == "x", "extra_info"),
+        (lambda completions, prompts, **more: [prompts == "x"], "prompts"),
+    ],
+)
+def test_a_param_takes_the_place_of_an_argument_that_its_form_gives(function, name):
+    assert bind(function, {name: "x"})(["p"], ["4"], [{"ground_truth": "4"}]) == [(1.0, None)]
 
 
 def test_functions_are_loaded_from_files_and_modules(tmp_path):

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import ToolCall
+from asyncrl.environments.environments import Environments
 from asyncrl.environments.tool_schemas import Toolbox, tool_schema
 from asyncrl.environments.user_code import describe, describe_tool
 from asyncrl.errors import EnvironmentFault
@@ -230,6 +232,10 @@ async def rollout(session, question, **columns): ...
 def forgetful(session, question): ...
 
 
+class Sorted:
+    def reset(self, **columns): ...
+
+
 def test_what_a_user_names_is_told_apart_by_its_shape():
     found = describe([Shelf])
     assert found["kind"] == "tool_class" and [one["name"] for one in found["tools"]] == ["put", "read"]
@@ -240,6 +246,15 @@ def test_what_a_user_names_is_told_apart_by_its_shape():
     assert (played["kind"], played["columns"], played["takes_all"]) == ("rollout", ["question"], True)
     tools = describe([add, look])
     assert (tools["kind"], len(tools["tools"]), tools["columns"]) == ("tools", 2, [])
+
+
+def test_a_column_called_like_the_first_parameter_is_left_out():
+    """By name it would be a second value of that parameter."""
+    played = Environments(EnvironmentConfig(uses="mine.py:rollout"))
+    given = {"question": "1+1?", "session": 3, "self": 4}
+    for target, name in ((rollout, "session"), (Sorted, "self")):
+        played.description = describe([target])
+        assert played._columns(given) == {one: given[one] for one in given if one != name}
 
 
 @pytest.mark.parametrize(

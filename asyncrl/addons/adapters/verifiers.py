@@ -47,7 +47,7 @@ def environment(name: str) -> Any:
             error = trace.last_error
             why = f"{error.type}: {error.message}" if error else f"no reward after {trace.stop_condition}"
             raise RuntimeError(f"the task of verifiers:{name} failed: {why}")
-        session.metrics |= {one: value for one, value in trace.metrics.items() if value is not None}
+        session.metrics |= trace.metrics
         return {one: reward.value for one, reward in trace.rewards.items()}
 
     return rollout

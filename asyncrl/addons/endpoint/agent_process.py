@@ -234,6 +234,8 @@ def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) 
         raise EnvironmentFault(f"{episode.fault}{printed.note}", reason="returned")
     if episode.mistake and (status or not episode.calls or not result.exists()):
         raise EnvironmentFault(f"{episode.mistake}{printed.note}", reason="returned")
+    if episode.overlong and not episode.calls:
+        raise EnvironmentFault(f"{episode.overlong}{printed.note}", reason="long")
     cut = episode.spent or ("length" if episode.is_cut or (episode.overflowed and status) else "")
     if not episode.calls and not cut:
         raise EnvironmentFault(

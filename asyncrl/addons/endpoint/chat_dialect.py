@@ -116,16 +116,14 @@ class CompletionsDialect(ChatDialect):
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
         """Return the answer as a completion."""
-        choices = [
-            {
-                "index": index,
-                "text": one.text,
-                "finish_reason": one.finish_reason,
-                "logprobs": _text_logprobs(one) if call.logprobs else None,
-            }
-            for index, one in enumerate(answers)
-        ]
-        return _completion(call, answers, "text_completion", f"cmpl-{number}", choices)
+        (one,) = answers  # `read` refuses to make more
+        choice = {
+            "index": 0,
+            "text": one.text,
+            "finish_reason": one.finish_reason,
+            "logprobs": _text_logprobs(one) if call.logprobs else None,
+        }
+        return _completion(call, answers, "text_completion", f"cmpl-{number}", [choice])
 
     def events(self, call: Call, answer: Json) -> Iterator[Event]:
         """Yield the answer as one chunk, and the usage if it is wanted."""

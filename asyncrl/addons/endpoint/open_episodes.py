@@ -27,8 +27,8 @@ HARMLESS = ("context_length_exceeded", "episode_over", "too_many_calls", "body_t
 class OpenEpisode:
     """One episode: its key, its talk, and what became of its calls."""
 
-    def __init__(self, talk: Talk, counts: Counter[str], *, is_free: bool = False) -> None:
-        """Count into `counts`, which all episodes share. If it `is_free`, constraints have no effect."""
+    def __init__(self, talk: Talk, *, is_free: bool = False) -> None:
+        """Begin without a call. If the episode `is_free`, constraints have no effect."""
         self.key = secrets.token_hex(16)
         self.calls = 0  # answers that the agent got
         self.spent = ""  # the budget that ended the episode: `turns`, `sequences` or `time`
@@ -36,13 +36,13 @@ class OpenEpisode:
         self.retries = 0  # calls that got the answer of an earlier attempt
         self.refused = 0  # calls, of any reason
         self.overflowed = False  # whether a conversation was too long
+        self.overlong = ""  # the first call that was too long to begin with: an agent may call with less
         self.is_cut = False  # whether the run, and not the agent, cut off or refused the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
         self.mistake = ""  # the first call that asked for constraints: an agent may go on without them
         self._is_free = is_free
         self._past: dict[str, Past] = {}  # by the number of the answer
         self._talk = talk
-        self._counts = counts
         # Calls by their digest, those first that were repeated least recently; and those refused as too many.
         self._recent: OrderedDict[bytes, deque[asyncio.Task[Json]]] = OrderedDict()
         self._unbegun: Counter[bytes] = Counter()
@@ -80,9 +80,7 @@ class OpenEpisode:
                 f"the call cannot be read ({type(error).__name__}: {error}); see the documentation of {path}"
             )
             raise self.noted(reading.wrong(text)) from error
-        without_effect = (*call.overridden, *call.constraints)
-        self._counts.update([f"calls{path}", *(f"overridden/{one}" for one in without_effect)])
-        self.overridden += bool(without_effect)
+        self.overridden += bool(call.overridden or call.constraints)
         return call
 
     async def answer(
@@ -97,7 +95,6 @@ class OpenEpisode:
         if is_retry and same and not was_refused:
             task = same[0]
             same.rotate(-1)
-            self._counts["retries"] += 1
             self.retries += 1
         else:
             if len(self._running) >= MOST_CALLS:
@@ -113,12 +110,11 @@ class OpenEpisode:
                 self._recent.popitem(last=False)
         await asyncio.wait({task})
         if task.cancelled():
-            raise over()
+            raise _over()
         return task.result()
 
     def noted(self, refused: Refused) -> Refused:
         """Count a refusal; after most the agent's conversation has a hole, which is a fault."""
-        self._counts[f"refused/{refused.code}"] += 1
         self.refused += 1
         text = f"a call of the model was refused with {refused.status}: {refused}"
         if refused.code == reading.CONSTRAINED:
@@ -158,7 +154,7 @@ class OpenEpisode:
 
     async def _answers(self, call: Call, train: bool) -> list[Answer]:
         if self._is_closed or self.spent:
-            raise over()
+            raise _over()
         limits: dict[str, Any] = {"max_tokens": call.max_tokens, "stop": call.stop, "train": train}
         try:
             if call.prompt is not None:
@@ -180,8 +176,11 @@ class OpenEpisode:
             if spent.finish_reason == "length":
                 text = "the conversation is longer than the context, or the episode's tokens are used up"
                 raise Refused(400, text, "context_length_exceeded") from spent
-            raise over() from spent
+            raise _over() from spent
         except (ConfigError, RenderError, EnvironmentFault, RecursionError, UnicodeError, TypeError) as error:
+            if isinstance(error, EnvironmentFault) and error.reason == "long":
+                self.overlong = self.overlong or str(error)
+                raise Refused(400, str(error), "context_length_exceeded") from error
             raise Refused(400, f"the messages cannot be used: {error}", "invalid_request") from error
         except EngineError as error:
             raise Refused(503, f"the model cannot answer: {error}", "engine") from error
@@ -213,19 +212,17 @@ class OpenEpisode:
 
 
 class OpenEpisodes:
-    """All episodes of a generator by key, and the counts of their calls."""
+    """All episodes of a generator by key."""
 
     def __init__(self, *, is_free: bool = False) -> None:
         """Begin without an episode. If they are free, constraints of sampling have no effect."""
         self._is_free = is_free
-        # Calls by dialect, parameters without effect, refusals by reason, retries.
-        self.counts: Counter[str] = Counter()
         self._open: dict[str, OpenEpisode] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
 
     def open(self, talk: Talk) -> OpenEpisode:
         """Return a new episode, which is called with its key until it is closed."""
-        episode = OpenEpisode(talk, self.counts, is_free=self._is_free)
+        episode = OpenEpisode(talk, is_free=self._is_free)
         self._open[episode.key] = episode
         return episode
 
@@ -244,13 +241,12 @@ class OpenEpisodes:
         if episode := self._open.get(key):
             return episode
         if key in self._closed:
-            raise over()
-        self.counts["refused/unknown_key"] += 1
+            raise _over()
         text = "no episode has this key; send the one in OPENAI_API_KEY or ANTHROPIC_API_KEY"
         raise Refused(401, text, "invalid_api_key")
 
 
-def over() -> Refused:
+def _over() -> Refused:
     """Return the refusal of a call after the end of its episode, which no client library repeats."""
     return Refused(403, "the episode is over", "episode_over")
 
