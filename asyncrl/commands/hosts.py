@@ -49,6 +49,8 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         with needing(directory.path):
             directory.create(fresh=fresh, config=dump_config(config))
             directory.draw_secret()
+            # Before any host looks for it: NFS remembers for a minute that a file was not there.
+            directory.write_join_key(keys := directory.keys().join)
             directory.forget_stop(by_slurm=config.cluster.kind == "slurm")
             replace_text(directory.hosts_config, dump_config(config), durable=True)
         members = stack.enter_context(family())
@@ -61,7 +63,6 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
                 replace_text(directory.hosts, json.dumps(found))
 
         hosts = Hosts(cluster, config.cluster.pending_s, record)
-        keys = directory.keys().join
 
         def make(index: int, count: int, running: Collection[str]) -> ProcessSpec:
             plan = generators_plan(config, directory.hosts_config, index, keys, on_gpus=on_gpus)

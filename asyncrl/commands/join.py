@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -167,10 +168,11 @@ def joined(
         )
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
-    if found.learners is None:
-        if directory.secret_path.exists() and directory.keys().join != found.keys:
+    if found.learners is None and directory.secret_path.exists():
+        if directory.keys().join != found.keys:  # else it is the learner's, whose join.key is not seen yet
             what = f"{directory.path} is the directory of another run, whose config would be replaced"
             raise RunError(f"{what}; start the generators in another working directory")
+    elif found.learners is None:
         directory.create(fresh=False)
         # Generators of another command here may be reading it.
         replace_text(directory.config, dump_config(config))
@@ -293,11 +295,11 @@ def _run_here(url: str, config: Config | None, key: JoinKeys | None) -> RunDirec
 
 def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:
     """Return the learner's run directory if this host shares its file system."""
-    text = keys.text()
-    own = [config.run.directory] if config else []
-    for path in [*own, *(found.parent for found in Path("runs").glob("*/config.yaml"))]:
+    text, own = keys.text(), [config.run.directory] if config else []
+    # The look for config.yaml is last: if the learner has yet to write it, NFS remembers that it was not there.
+    for path in chain(own, (found.parent for found in Path("runs").glob("*/config.yaml"))):
         with suppress(OSError):
-            if hmac.compare_digest((path / "join.key").read_bytes(), text.encode()):
+            if hmac.compare_digest(RunDirectory(path).join_key.read_bytes(), text.encode()):
                 return RunDirectory(path)
     return None
 

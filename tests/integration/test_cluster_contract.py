@@ -135,6 +135,7 @@ def slurm(directory: Path) -> Iterator[OnSlurm]:
         config = load_config(path, ["cluster.kind=slurm", "cluster.generator_hosts=1"])
         run = RunDirectory(config.run.directory)
         run.create(fresh=False)
+        run.write_join_key(KEYS)
         run.hosts_config.touch()
         yield OnSlurm(nodes, config, job)
 

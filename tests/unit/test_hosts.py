@@ -687,6 +687,27 @@ def test_a_start_leaves_nothing_by_which_down_would_take_it_for_an_earlier_one(
     assert [path.name for path in (directory.job, directory.stopping) if path.exists()] == left
 
 
+def test_hosts_look_for_no_file_that_is_written_later(tmp_path, monkeypatch):
+    """An NFS client remembers for a minute that a file was not there."""
+    monkeypatch.chdir(tmp_path)
+    ours, found = config(cluster={"kind": "ray", "generator_hosts": 1}), []
+    directory = RunDirectory(ours.run.directory)
+
+    def looked(*_):
+        yield pytest.fail("it looks for config.yaml")
+
+    def opened(config):
+        keys = directory.keys().join
+        monkeypatch.setattr(Path, "glob", looked)
+        found.append(join._run_of(keys, ours))
+        raise RunError("no engine")
+
+    monkeypatch.setattr(hosts_command, "open_cluster", opened)
+    with pytest.raises(RunError, match="no engine"), started_on_hosts(ours, fresh=False, console=False):
+        pass
+    assert found == [directory] and not directory.config.exists()
+
+
 def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):
     ours = config(
         run={"name": "far", "root": str(tmp_path / "my runs")},
