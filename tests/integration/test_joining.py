@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -297,6 +298,29 @@ def test_the_directory_of_another_run_with_the_same_name_is_left_as_it_is(server
         with pytest.raises(error):
             generator(store=server.url)
         assert (own / "config.yaml").read_text() == "of another run"
+
+
+def test_a_run_root_of_the_learners_host_is_none_of_another_host(server, record, host, monkeypatch):
+    places = []
+
+    def start(config, directory, *_, **__):
+        places.append(directory.path)
+        raise InterruptedError("as far as this test goes")
+
+    monkeypatch.setattr("asyncrl.cli.running._check_host", lambda *_: None)
+    monkeypatch.setattr(joining, "generator_maker", start)
+    shared = host / "shared"
+    for root, is_learners in (("/proc/none", False), (shared, False), (shared, True)):
+        if is_learners:
+            (shared / "far" / "logs").mkdir(parents=True)
+            replace_text(shared / "far" / "run.key", KEYS.secret.hex(), private=True)
+        monkeypatch.setenv(SECRET_FILE_VARIABLE, str(host / "join.key"))  # a command forgets it
+        wanted = config(run={"root": str(root)})
+        record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
+        with pytest.raises(InterruptedError):
+            generator(store=server.url)
+    assert places == [Path("runs/far"), Path("runs/far"), shared / "far"]
+    assert Path("runs/far/config.yaml").exists() and not (shared / "far" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["my host", "a/b", "x" * 198])
