@@ -90,7 +90,7 @@ def run_up(
     from asyncrl.cluster.driver import wants_gpus
     from asyncrl.cluster.plans import LEARNER, described
     from asyncrl.cluster.slurm_jobs import allocation, run_script
-    from asyncrl.commands.hosts import become_host, is_node, manifests
+    from asyncrl.commands.hosts import become_host, manifests
     from asyncrl.hosting.route import in_clear, reaches
     from asyncrl.preflight.validate import validated_config
 
@@ -114,8 +114,7 @@ def run_up(
         for line in described(checked, on_gpus=wants_gpus(checked)):
             typer.echo(line)
         return 0
-    if draft.cluster.kind == "local" and is_node():
-        become_host(checked, fresh=fresh)
+    become_host(checked, fresh=fresh)
     return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)
 
 

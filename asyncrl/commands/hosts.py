@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
-from typing import NoReturn
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
@@ -94,13 +93,10 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         yield StartedRun(supervisor, (), tend, lambda: save_s)
 
 
-def is_node() -> bool:
-    """Return whether this machine is one of several nodes of SkyPilot."""
-    return bool(nodes_in(os.environ))
-
-
-def become_host(config: Config, *, fresh: bool) -> NoReturn:
-    """Replace this process by the command of the node of SkyPilot that it is on. Raises RunError."""
+def become_host(config: Config, *, fresh: bool) -> None:
+    """Replace this process by the command of its node, if SkyPilot has several. Raises RunError."""
+    if config.cluster.kind != "local" or not nodes_in(os.environ):
+        return
     if fresh:
         found = "found --fresh, but SkyPilot repeats the command of lost nodes"
         raise RunError(f"{found}; choose another run.name")

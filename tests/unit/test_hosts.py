@@ -20,7 +20,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.cli.app import run as typed
 from asyncrl.cluster import slurm, slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
-from asyncrl.cluster.driver import Hosts, host_spec
+from asyncrl.cluster.driver import Hosts, host_spec, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import (
     NODE,
@@ -612,6 +612,29 @@ def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
         cluster._placed[plan.name].step.wait(60)
         asked.append([word for word in (tmp_path / "steps").read_text().split() if "gpus" in word])
     assert asked == [["--gpus-per-node=2"], []]
+
+
+@pytest.mark.parametrize(
+    ("kind", "node", "gpus", "wants"),
+    [
+        ("slurm", "", "", True),  # a shell of `salloc` on the host where users log in
+        ("slurm", "n1", "", False),
+        ("slurm", "n1", "0", True),
+        ("ray", "n1", "", True),
+        ("local", "", "", False),
+    ],
+)
+def test_hosts_that_are_elsewhere_ask_for_gpus_that_this_machine_does_not_have(
+    monkeypatch, kind, node, gpus, wants
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    if node:
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+    cluster = {"kind": kind, "generator_hosts": 1}
+    assert wants_gpus(config(cluster=cluster)) == wants
+    assert not wants_gpus(config(cluster=cluster, learner={"ranks": 2, "device": "cpu"}))
 
 
 def test_a_stop_waits_for_a_command_of_slurm_that_is_only_just_placed(tmp_path):
