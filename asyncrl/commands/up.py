@@ -11,7 +11,8 @@ from pathlib import Path
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
+from asyncrl.buffer.users import GENERATOR, LEARNER, user_of, with_user
+from asyncrl.cluster.plans import store_url
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.stopping import announce
 from asyncrl.config.addresses import stays_here
@@ -243,14 +244,15 @@ def claimed(
 
 
 def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:
+    if user_of(url) == LEARNER:  # of a store with the users of docs/security.md
+        url = with_user(url, GENERATOR)
     lines = [f"generators join with: asyncrl generator --store {url}"]
     if config.control.bind is None or (config.store.url is None and config.store.bind is None):
         lines.append(
             "from this host only: set control.bind, and store.bind or store.url, for generators elsewhere"
         )
     else:
-        if config.store.bind is not None:
-            url = with_user(config.store.bind.replace("tcp://", "redis://"), GENERATOR)
+        url = url if config.store.url else store_url(config, "")
         lines.append(f"from other hosts: asyncrl generator --store {url}")
         lines.append(f"with a copy of {join_key} there, which {SECRET_FILE_VARIABLE} names")
         lines += filter(None, [in_clear(reaches(config, ""))])

@@ -281,3 +281,15 @@ def test_a_host_waits_for_the_lock_of_one_that_died_for_a_bounded_time(
     assert len(waited_s) == waits
     said = f"is held by pid {os.getpid()} on host"
     assert [said in line for line in caplog.messages] == [True] * (waits > 0), "once"
+
+
+def test_generators_join_a_store_of_ones_own_as_their_user_of_it(tmp_path):
+    """The learner's user has rights that a generator's host must not have."""
+    control = {"bind": "tcp://10.0.0.1:7001"}
+    for given, said in (("learner@", "generator@"), ("", ""), ("me@", "me@")):
+        url = f"rediss://{given}store/0"
+        lines = up._how_to_join(config_of(store={"url": url}, control=control), tmp_path / "join.key", url)
+        assert [line.partition(" --store ")[2] for line in lines[:2]] == [f"rediss://{said}store/0"] * 2
+    own = config_of(store={"bind": "tcp://[fd00::1]:7000"}, control=control)
+    [_, line, *_] = up._how_to_join(own, tmp_path / "join.key", "unix://generator@/store.sock")
+    assert line == "from other hosts: asyncrl generator --store redis://generator@[fd00::1]:7000/0"
