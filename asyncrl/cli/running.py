@@ -95,8 +95,8 @@ def run_up(
     from asyncrl.preflight.validate import validated_config
 
     is_here = draft.cluster.kind != "kubernetes"
-    resumes = is_here and not fresh
-    checked = validated_config(file, overrides, resumes=resumes, generators=False, asks_hub=True)
+    options = {"resumes": is_here and not fresh, "generators": False, "asks_hub": True, "on_hosts": True}
+    checked = validated_config(file, overrides, **options)
     if not is_here:
         if not dry_run and sys.stdout.isatty():
             raise ConfigError(
