@@ -213,7 +213,7 @@ def start(
         if found := read_draft(Config, path, overrides).config:
             given = _given(RunDirectory(found.run.directory), model, data, reward)
             overrides = (*given, *overrides)
-        checked = validated_config(path, overrides, resumes=not fresh)
+        checked = validated_config(path, overrides, resumes=not fresh, on_hosts=True)
         kind, directory = checked.cluster.kind, RunDirectory(checked.run.directory)
         if kind in RETURN_EARLY and not (kind == "slurm" and allocation()):
             raise ConfigError(f"cluster.kind: found {kind}, which waits for no run; call `asyncrl up`")

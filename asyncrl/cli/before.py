@@ -76,7 +76,7 @@ def _validate(file: Path, overrides: list[str], *, asks_hub: bool) -> None:
         read_rows(validated_stage(file, overrides))
         typer.echo(f"{file}: fine")
         return
-    found = validated_config(file, overrides, resumes=True, asks_hub=asks_hub)
+    found = validated_config(file, overrides, resumes=True, asks_hub=asks_hub, on_hosts=True)
     for doubt in doubts(found, file, overrides):
         typer.echo(f"! {doubt}")
     for source, share in zip(found.data.train, found.data.shares, strict=True):

@@ -91,13 +91,13 @@ def run_up(
     from asyncrl.cluster.driver import wants_gpus
     from asyncrl.cluster.plans import LEARNER, described
     from asyncrl.cluster.slurm_jobs import allocation, run_script
-    from asyncrl.commands.hosts import become_host, is_node, manifests
+    from asyncrl.commands.hosts import become_host, manifests
     from asyncrl.hosting.route import in_clear, reaches
     from asyncrl.preflight.validate import validated_config
 
     is_here = draft.cluster.kind != "kubernetes"
-    resumes = is_here and not fresh
-    checked = validated_config(file, overrides, resumes=resumes, generators=False, asks_hub=True)
+    options = {"resumes": is_here and not fresh, "generators": False, "asks_hub": True, "on_hosts": True}
+    checked = validated_config(file, overrides, **options)
     if not is_here:
         if not dry_run and sys.stdout.isatty():
             raise ConfigError(
@@ -115,8 +115,7 @@ def run_up(
         for line in described(checked, on_gpus=wants_gpus(checked)):
             typer.echo(line)
         return 0
-    if draft.cluster.kind == "local" and is_node():
-        become_host(checked, fresh=fresh)
+    become_host(checked, fresh=fresh)
     return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)
 
 

@@ -54,7 +54,7 @@ def sweep(
     file, overrides = required_config(words, config)
     trials, failed = swept(file, overrides, seeds), list[Path]()
     for trial in trials:
-        validated_config(file, trial.overrides, resumes=True)
+        validated_config(file, trial.overrides, resumes=True, on_hosts=True)
     for number, trial in enumerate(trials, start=1):
         typer.echo(f"{number} of {len(trials)}: {trial.directory.path}")
         try:

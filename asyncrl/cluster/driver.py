@@ -15,11 +15,10 @@ from pathlib import Path
 
 from asyncrl.cluster.base import LEARNER_ADDRESS, SIGNALS, Cluster, HostPlan, HostState
 from asyncrl.cluster.plans import GENERATORS, LEARNER
-from asyncrl.cluster.slurm_jobs import allocation
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import Process, ProcessSpec, ThisHost
-from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.gpus import count_gpus, is_elsewhere
 from asyncrl.hosting.progress import Pace, Sign
 from asyncrl.hosting.supervisor import USER_ERROR
 
@@ -32,9 +31,7 @@ NOT_STARTED = HostState(phase="pending", why="it waits for the address of the le
 
 def wants_gpus(config: Config) -> bool:
     """Return whether hosts ask for GPUs. Those of other machines do so also if this one has none."""
-    kind = config.cluster.kind
-    is_elsewhere = kind == "ray" or (kind == "slurm" and not allocation())
-    return config.learner.device != "cpu" and (is_elsewhere or count_gpus() > 0)
+    return config.learner.device != "cpu" and (is_elsewhere(config.cluster.kind) or count_gpus() > 0)
 
 
 def open_cluster(config: Config) -> Cluster:

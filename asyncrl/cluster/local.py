@@ -22,6 +22,7 @@ class _Placed:
     output: Path
     gpus: Sequence[int] = ()
     process: "subprocess.Popen[bytes] | None" = None
+    is_over: bool = False  # it was to end, perhaps before it had its GPUs
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class LocalCluster:
         return {name: self._state(placed) for name, placed in self._placed.items()}
 
     def stop(self, name: str, *, kill: bool) -> None:
+        self._placed[name].is_over = True
         if kill:
             self.network.hosts[name].kill()
         elif (process := self._placed[name].process) is not None:
@@ -63,6 +65,8 @@ class LocalCluster:
     def _state(self, placed: _Placed) -> HostState:
         self._begin(placed)
         if placed.process is None:
+            if placed.is_over:
+                return HostState(phase="ended", status=-signal.SIGTERM)
             found = f"it waits for {placed.plan.gpus} GPUs; free: {len(self._free())}"
             return HostState(phase="pending", why=found)
         status = placed.process.poll()
@@ -81,7 +85,7 @@ class LocalCluster:
     def _begin(self, placed: _Placed) -> None:
         """Run the command, if that has not happened and its GPUs are free."""
         plan, free = placed.plan, self._free()
-        if placed.process is not None or len(free) < plan.gpus:
+        if placed.process is not None or placed.is_over or len(free) < plan.gpus:
             return
         placed.gpus = free[: plan.gpus]
         env = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}

@@ -93,7 +93,7 @@ class SlurmCluster:
     def start(self, plan: HostPlan, output: Path) -> None:
         command, secret = module_argv("asyncrl.cli.main", *plan.argv), dict[str, str]()
         if plan.keys is not None:
-            secret[SECRET_FILE_VARIABLE] = str(self._run.write_join_key(plan.keys).resolve())
+            secret[SECRET_FILE_VARIABLE] = str(self._run.join_key.resolve())
         taken = {one.node for one in self._placed.values() if one.step and one.step.poll() is None}
         node = next((node for node in self._nodes() if node not in taken), None)
         if node is None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
-from typing import NoReturn
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
@@ -49,6 +48,8 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         with needing(directory.path):
             directory.create(fresh=fresh, config=dump_config(config))
             directory.draw_secret()
+            # Before any host looks for it: NFS remembers for a minute that a file was not there.
+            directory.write_join_key(keys := directory.keys().join)
             directory.forget_stop(by_slurm=config.cluster.kind == "slurm")
             replace_text(directory.hosts_config, dump_config(config), durable=True)
         members = stack.enter_context(family())
@@ -61,7 +62,6 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
                 replace_text(directory.hosts, json.dumps(found))
 
         hosts = Hosts(cluster, config.cluster.pending_s, record)
-        keys = directory.keys().join
 
         def make(index: int, count: int, running: Collection[str]) -> ProcessSpec:
             plan = generators_plan(config, directory.hosts_config, index, keys, on_gpus=on_gpus)
@@ -93,13 +93,10 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         yield StartedRun(supervisor, (), tend, lambda: save_s)
 
 
-def is_node() -> bool:
-    """Return whether this machine is one of several nodes of SkyPilot."""
-    return bool(nodes_in(os.environ))
-
-
-def become_host(config: Config, *, fresh: bool) -> NoReturn:
-    """Replace this process by the command of the node of SkyPilot that it is on. Raises RunError."""
+def become_host(config: Config, *, fresh: bool) -> None:
+    """Replace this process by the command of its node, if SkyPilot has several. Raises RunError."""
+    if config.cluster.kind != "local" or not nodes_in(os.environ):
+        return
     if fresh:
         found = "found --fresh, but SkyPilot repeats the command of lost nodes"
         raise RunError(f"{found}; choose another run.name")

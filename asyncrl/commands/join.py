@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -125,6 +126,24 @@ class _Found(NamedTuple):
     learners: RunDirectory | None  # the learner's run directory, where this machine sees it
     skew_s: float  # the store's clock minus ours
 
+    def directory(self, config: Config, own: Config | None) -> RunDirectory:
+        """Return the learner's run directory, or one for this host, with the config. Raises RunError."""
+        if self.learners is not None:
+            return self.learners
+        # The run.root of a record is a path of the learner's host, which need not be this one.
+        for root in [config.run.root] if own else [config.run.root, Path("runs")]:
+            directory = RunDirectory(root / config.run.name)
+            is_learners = os.path.exists(directory.secret_path)  # False also without the right to look there
+            if is_learners and directory.keys().join == self.keys:  # whose join.key is not seen yet
+                return directory
+        if is_learners:
+            what = f"{directory.path} is the directory of another run, whose config would be replaced"
+            raise RunError(f"{what}; start the generators in another working directory")
+        directory.create(fresh=False)
+        # Generators of another command here may be reading it.
+        replace_text(directory.config, dump_config(config))
+        return directory
+
 
 @contextmanager
 def joined(
@@ -166,14 +185,7 @@ def joined(
             "time service set both, so that logs can be compared: timedatectl set-ntp true"
         )
     check(config)
-    directory = found.learners or RunDirectory(config.run.directory)
-    if found.learners is None:
-        if directory.secret_path.exists() and directory.keys().join != found.keys:
-            what = f"{directory.path} is the directory of another run, whose config would be replaced"
-            raise RunError(f"{what}; start the generators in another working directory")
-        directory.create(fresh=False)
-        # Generators of another command here may be reading it.
-        replace_text(directory.config, dump_config(config))
+    directory = found.directory(config, own)
     setup_logging(name or "generators", directory.logs, console=True)
     forget_secrets(os.environ)
     with family() as members, ExitStack() as stack:
@@ -293,11 +305,11 @@ def _run_here(url: str, config: Config | None, key: JoinKeys | None) -> RunDirec
 
 def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:
     """Return the learner's run directory if this host shares its file system."""
-    text = keys.text()
-    own = [config.run.directory] if config else []
-    for path in [*own, *(found.parent for found in Path("runs").glob("*/config.yaml"))]:
+    text, own = keys.text(), [config.run.directory] if config else []
+    # The look for config.yaml is last: if the learner has yet to write it, NFS remembers that it is missing.
+    for path in chain(own, (found.parent for found in Path("runs").glob("*/config.yaml"))):
         with suppress(OSError):
-            if hmac.compare_digest((path / "join.key").read_bytes(), text.encode()):
+            if hmac.compare_digest(RunDirectory(path).join_key.read_bytes(), text.encode()):
                 return RunDirectory(path)
     return None
 

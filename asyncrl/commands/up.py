@@ -1,7 +1,9 @@
 """`asyncrl up`: starts store, learner and generators on this machine, and restarts those that die."""
 
 import json
+import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +11,8 @@ from pathlib import Path
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
+from asyncrl.buffer.users import GENERATOR, LEARNER, user_of, with_user
+from asyncrl.cluster.plans import store_url
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.stopping import announce
 from asyncrl.config.addresses import stays_here
@@ -28,7 +31,7 @@ from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.machine import share_of_cores
 from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
-from asyncrl.hosting.processes import module_argv
+from asyncrl.hosting.processes import find_holder, module_argv
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import FLAG as STANDBY
 from asyncrl.hosting.rank_group import MEMORY_SHARE, workers_of
@@ -39,12 +42,13 @@ from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys, is_given, run_keys
-from asyncrl.run.lock import RunLock
+from asyncrl.run.lock import RunLock, holder_of, is_locked
 from asyncrl.run.saved import Saved, refuse_changes
 from asyncrl.run.starts import CODE_VARIABLE, code_of, read_starts
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.telemetry.status import read_status, write_status
 
+LEASE_S = 180.0  # NFSv4 keeps the locks of a host that has died, by default for 90 s
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
 
 
@@ -176,8 +180,19 @@ def last_status(directory: RunDirectory, may_fail: BestEffort) -> Iterator[None]
                 write_status(directory.status, replace(status, state=state, message=message))
 
 
-def require_not_up(directory: RunDirectory, *, fresh: bool) -> None:
-    """Raise RunError if a supervisor is alive in the directory, or if it is no run's and to be `fresh`."""
+def require_not_up(directory: RunDirectory, *, fresh: bool, wait_s: float = 0.0) -> None:
+    """Raise RunError if a supervisor is alive in the directory, or if it is no run's and to be `fresh`.
+
+    One that cannot be seen from here may be that of a host that has died; its lock gets `wait_s` to end.
+    """
+    lock, until_s, is_reported = directory.supervisor_lock, time.monotonic() + wait_s, False
+    while time.monotonic() < until_s and is_locked(lock) and find_holder(lock) is None:
+        if not is_reported:
+            found = f"{directory.path} is held by {holder_of(lock)}, which cannot be seen from here"
+            found = f"{found}; waiting for its end, or that of its host: {wait_s:.0f} s at most"
+            logging.getLogger(__name__).warning(found)
+        is_reported = True
+        time.sleep(1.0)
     if directory.was_up and (supervisor := directory.supervisor()) is not None:
         found = f"run {directory.path} is running already (process {supervisor.pid}); watch it with"
         cure = f"`asyncrl status {directory.path} --watch`, stop it with `asyncrl down {directory.path}`"
@@ -202,7 +217,8 @@ def claimed(
     The run's secret is that of `given`, or drawn.
     """
     with needing(directory.path):
-        require_not_up(directory, fresh=fresh)
+        is_host = isinstance(config, Config) and config.cluster.kind is not None
+        require_not_up(directory, fresh=fresh, wait_s=LEASE_S * is_host)
         is_begun = directory.config.exists() and not fresh
         if is_begun and is_stage(directory.config) == isinstance(config, Config):
             found = "a run of `asyncrl up`" if not isinstance(config, Config) else "a stage"
@@ -230,14 +246,15 @@ def claimed(
 
 
 def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:
+    if user_of(url) == LEARNER:  # of a store with the users of docs/security.md
+        url = with_user(url, GENERATOR)
     lines = [f"generators join with: asyncrl generator --store {url}"]
     if config.control.bind is None or (config.store.url is None and config.store.bind is None):
         lines.append(
             "from this host only: set control.bind, and store.bind or store.url, for generators elsewhere"
         )
     else:
-        if config.store.bind is not None:
-            url = with_user(config.store.bind.replace("tcp://", "redis://"), GENERATOR)
+        url = url if config.store.url else store_url(config, "")
         lines.append(f"from other hosts: asyncrl generator --store {url}")
         lines.append(f"with a copy of {join_key} there, which {SECRET_FILE_VARIABLE} names")
         lines += filter(None, [in_clear(reaches(config, ""))])

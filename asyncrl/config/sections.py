@@ -370,7 +370,7 @@ class TelemetryConfig(Part):
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of the learner's /metrics; that of generator i is 1 + i higher. 0: any free, null: off."""
     prometheus_host: Annotated[str, AfterValidator(one_interface)] = "127.0.0.1"
-    """Interface of these ports; every client that reaches it may read the metrics."""
+    """Interface of these ports, on other hosts the one towards it; each client in reach may read metrics."""
     samples_per_step: NonNegativeInt = 4
     """Rollouts per step in samples.jsonl."""
     pairs: bool = False

@@ -126,14 +126,11 @@ class Membership:
         member.state, member.version, member.metrics = beat.state, beat.version, beat.metrics
         return True
 
-    def leave(self, leave: Leave) -> str | None:
-        """Remove the member and return its holder name; None if it was not a member."""
-        member = self._find(leave.generator_id, leave.incarnation)
-        if member is None:
-            return None
-        self.left += 1
-        del self.members[leave.generator_id]
-        return member.holder
+    def leave(self, leave: Leave) -> None:
+        """Remove the member, if it is one."""
+        if self._find(leave.generator_id, leave.incarnation) is not None:
+            self.left += 1
+            del self.members[leave.generator_id]
 
     def expire(self, now_s: float) -> list[str]:
         """Remove the members that have been silent for too long and return their holder names."""

@@ -38,6 +38,12 @@ def count_together() -> int:
     return min(count_gpus(), 1) if has_instances() else count_gpus()
 
 
+def is_elsewhere(kind: str | None) -> bool:
+    """Return whether the GPUs of a run with this `cluster.kind` are those of other machines."""
+    # A shell of `salloc` may be on a host that is not a node of its job.
+    return kind == "ray" or (kind == "slurm" and "SLURMD_NODENAME" not in os.environ)
+
+
 def visible_names(variable: str | None) -> list[str] | None:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it; None if it is not set.
 

@@ -28,7 +28,7 @@ from asyncrl.data.row_files import Row
 from asyncrl.data.row_functions import load_parts
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import ConfigError, DataError, RewardError
-from asyncrl.hosting.gpus import count_gpus, has_instances
+from asyncrl.hosting.gpus import count_gpus, has_instances, is_elsewhere
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
@@ -63,12 +63,14 @@ def validated_config(
     resumes: bool = False,
     generators: bool = True,
     asks_hub: bool = False,
+    on_hosts: bool = False,
 ) -> Config:
     """Return the config after checking its files, functions, rows, sandbox and GPUs on this machine.
 
     With `resumes`, the config is also compared with the run that it would resume, if there is one. Without
     `generators`, and with `cluster.kind`, these are on other machines. With `asks_hub`, the hub is
-    asked for models and datasets, if nothing else is wrong.
+    asked for models and datasets, if nothing else is wrong. With `on_hosts`, GPUs and sandbox of this
+    machine are checked only if it may be one of the hosts of `cluster.kind`.
 
     Raises:
         ConfigError: its text lists every mistake with its line.
@@ -77,35 +79,38 @@ def validated_config(
         raise ConfigError(f"{path} is the config of a stage; `asyncrl stage {path}` trains it")
     draft = read_draft(Config, path, overrides)
     if draft.config:
+        kind = draft.config.cluster.kind
         try:
-            found = _problems(path, draft.config, draft.root, resumes=resumes, generators=generators)
+            here = {"generators": generators, "is_here": not (on_hosts and is_elsewhere(kind))}
+            found = _problems(path, draft.config, draft.root, resumes=resumes, **here)
         except OSError as error:
             found = [too_long(error, draft.root)]
         for mistake in found:
             draft.add(mistake)
-        is_here = draft.config.cluster.kind != "kubernetes"
-        for mistake in absent_names(draft.config) if asks_hub and is_here and not draft.problems else ():
+        asks_hub = asks_hub and kind != "kubernetes" and not draft.problems
+        for mistake in absent_names(draft.config) if asks_hub else ():
             draft.add(mistake)
     return checked(draft)
 
 
-def _problems(path: Path, config: Config, root: Node, *, resumes: bool, generators: bool) -> list[Mistake]:
+def _problems(
+    path: Path, config: Config, root: Node, *, resumes: bool, generators: bool, is_here: bool
+) -> list[Mistake]:
     """Return the mistakes of a config on this machine. Raises OSError for a name that is too long."""
     generators = generators and config.cluster.kind is None
     found = [*architecture_problems(config.model, images_key=config.data.images_key)]
     found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
     found += [*_function_problems(config, root, generators=generators), *_row_problems(config)]
     found += outside_problems(config, resumes=resumes, generators=generators)
-    is_here = config.cluster.kind != "kubernetes"
-    if is_here:
-        found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
-    else:
+    if config.cluster.kind == "kubernetes":
         from asyncrl.cluster import kubernetes  # it imports what keys are made with
 
         found += kubernetes.problems(config)
-    sandbox = sandbox_of(config.reward, config.run.root)
-    if is_here and sandbox and (problem := sandbox.problem()):
-        found.append(Mistake(("reward.sandbox",), problem))
+    elif is_here:
+        found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
+        sandbox = sandbox_of(config.reward, config.run.root)
+        if sandbox and (problem := sandbox.problem()):
+            found.append(Mistake(("reward.sandbox",), problem))
     if config.run.directory.exists() or path.name == "config.yaml":
         reported = {mistake.keys for mistake in found}  # for example a missing file
         others = _resume_problems(path, config, root) if resumes else ()

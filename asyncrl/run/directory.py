@@ -89,6 +89,7 @@ class RunDirectory:
     given = _Below("given")  # rows and rewards from a Python process, named by the config
     job = _Below("job.sh")  # what was submitted to Slurm
     secret_path = _Below("run.key")  # the file of the run's secret
+    join_key = _Below("join.key")  # what a generator needs of it
 
     def target(self, process: str) -> Path:
         """The file by which Prometheus discovers a process, in one directory for all runs below a root."""
@@ -258,8 +259,8 @@ class RunDirectory:
 
     def write_join_key(self, keys: JoinKeys) -> Path:
         """Write the key with which generators on other hosts join."""
-        replace_text(self.path / "join.key", keys.text(), durable=True, private=True)
-        return self.path / "join.key"
+        replace_text(self.join_key, keys.text(), durable=True, private=True)
+        return self.join_key
 
     def store_url(self) -> str | None:
         """Return the URL of the store; None if the run has never been up here."""

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
+from asyncrl.hosting.route import address_towards
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.status import PLACES, StatusSnapshot
 
@@ -56,6 +57,8 @@ class Exporter(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         try:
+            # It is an address of the learner's host; a generator on another host has one on the route to it.
+            host = address_towards(host) if index else host
             self._server, _ = start_http_server(port, host, registry)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

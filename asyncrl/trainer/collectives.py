@@ -116,7 +116,9 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     where = (rendezvous.address, rendezvous.port)
     if rendezvous.rank > 0:
         return TCPStore(*where, rendezvous.ranks, is_master=False, timeout=timeout)
-    listener = socket.create_server(where).detach()  # without it torch would listen on every interface
+    family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
+    # Without our own listener torch would listen on every interface.
+    listener = socket.create_server(where, family=family).detach()
     return TCPStore(
         *where, rendezvous.ranks, is_master=True, timeout=timeout, master_listen_fd=listener, use_libuv=False
     )

@@ -135,6 +135,7 @@ def slurm(directory: Path) -> Iterator[OnSlurm]:
         config = load_config(path, ["cluster.kind=slurm", "cluster.generator_hosts=1"])
         run = RunDirectory(config.run.directory)
         run.create(fresh=False)
+        run.write_join_key(KEYS)
         run.hosts_config.touch()
         yield OnSlurm(nodes, config, job)
 
@@ -243,8 +244,9 @@ def test_a_host_that_waits_can_be_stopped(engine, cluster, tmp_path):
     cluster.start(plan("a", "version", gpus=64), tmp_path / "a")
     assert cluster.states()["a"].phase == "pending"
     cluster.stop("a", kill=False)
+    wait_until(lambda: cluster.states()["a"].phase in ("ended", "lost"), WAIT_S)
     cluster.stop("a", kill=True)
-    assert cluster.states()["a"].phase != "running"
+    assert cluster.states()["a"].phase in ("ended", "lost")
     begin(engine, cluster, tmp_path, "b", gpus=1)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -290,15 +291,36 @@ def test_the_directory_of_another_run_with_the_same_name_is_left_as_it_is(server
     wanted, own = config(), host / "runs" / "far"
     record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
     (own / "checkpoints").mkdir(parents=True)
-    for secret, content, error in (
-        (bytes(32), "of another run", RunError),
-        (KEYS.secret, dump_config(wanted), InterruptedError),
-    ):
+    (own / "config.yaml").write_text("of another run")
+    # The second is the learner's own: a file system may show its join.key late.
+    for secret, error in ((bytes(32), RunError), (KEYS.secret, InterruptedError)):
         replace_text(own / "run.key", secret.hex(), private=True)
-        (own / "config.yaml").write_text("of another run")
         with pytest.raises(error):
             generator(store=server.url)
-        assert (own / "config.yaml").read_text() == content
+        assert (own / "config.yaml").read_text() == "of another run"
+
+
+def test_a_run_root_of_the_learners_host_is_none_of_another_host(server, record, host, monkeypatch):
+    places = []
+
+    def start(config, directory, *_, **__):
+        places.append(directory.path)
+        raise InterruptedError("as far as this test goes")
+
+    monkeypatch.setattr("asyncrl.cli.running._check_host", lambda *_: None)
+    monkeypatch.setattr(joining, "generator_maker", start)
+    shared = host / "shared"
+    for root, is_learners in (("/proc/none", False), (shared, False), (shared, True)):
+        if is_learners:
+            (shared / "far" / "logs").mkdir(parents=True)
+            replace_text(shared / "far" / "run.key", KEYS.secret.hex(), private=True)
+        monkeypatch.setenv(SECRET_FILE_VARIABLE, str(host / "join.key"))  # a command forgets it
+        wanted = config(run={"root": str(root)})
+        record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
+        with pytest.raises(InterruptedError):
+            generator(store=server.url)
+    assert places == [Path("runs/far"), Path("runs/far"), shared / "far"]
+    assert Path("runs/far/config.yaml").exists() and not (shared / "far" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["my host", "a/b", "x" * 198])

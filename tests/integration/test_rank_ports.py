@@ -27,14 +27,15 @@ def listening(port=None):
     return {address.ip for address in found if port in (None, address.port)}
 
 
-def test_the_store_of_the_ranks_listens_on_their_address_alone():
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_store_of_the_ranks_listens_on_their_address_alone(address):
     [port] = free_ports(1)
-    meetings = [Rendezvous(rank=rank, ranks=2, port=port) for rank in (0, 1)]
+    meetings = [Rendezvous(rank=rank, ranks=2, address=address, port=port) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda meeting: _store(meeting, timedelta(seconds=60)), meetings)
     first.set("name", "value")
     assert second.get("name") == b"value"
-    assert listening(port) == {"127.0.0.1"}
+    assert listening(port) == {address}
 
 
 def test_gloo_listens_on_the_interface_of_that_address(monkeypatch):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,21 @@ ip link add wan type veth peer name wan2; ip address add 192.168.0.1/24 dev wan
 for link in lo docker0 container lan lan2 wan wan2; do ip link set $link up; done
 """
 DEFAULT = "ip route add default dev lan\n"
+METRICS = """
+import json, sys
+from contextlib import closing
+from pathlib import Path
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.telemetry.exporter import Exporter
+config, file = Config.model_validate_json(sys.argv[1]), Path("target.json")
+for process in ("b.g1", "learner"):
+    try:
+        with closing(Exporter(config, 9400, process, file)):
+            print(*json.loads(file.read_text())[0]["targets"])
+    except RunError as error:
+        print(error)
+"""
 CODE = """
 import os, sys
 from asyncrl.config.schema import Config
@@ -38,21 +54,24 @@ except RunError as error:
 """
 
 
-def found(store: str | None, control: str | None, *, peers: str, routes: str = "") -> str:
-    config = Config.model_validate(
+def config(**sections: dict) -> Config:
+    return Config.model_validate(
         {
             "run": {"name": "far"},
             "model": {"path": "none"},
             "data": {"train": "none.jsonl"},
             "reward": {"functions": [{"function": "exact_match"}]},
-            "store": {"bind": store},
-            "control": {"bind": control},
+            **sections,
         }
     )
+
+
+def printed(code: str, config: Config, *, peers: str = "", routes: str = "") -> str:
+    """What code prints in the network, which has the config as its argument."""
     done = subprocess.run(
         [
             *("unshare", "--net", "sh", "-ec", f'{LINKS}{routes}exec "$@"', "sh"),
-            *(sys.executable, "-c", CODE, config.model_dump_json()),
+            *(sys.executable, "-c", code, config.model_dump_json()),
         ],
         env=os.environ | {PEERS_VARIABLE: peers},
         capture_output=True,
@@ -61,6 +80,23 @@ def found(store: str | None, control: str | None, *, peers: str, routes: str = "
         check=True,
     )
     return done.stdout.strip()
+
+
+def found(store: str | None, control: str | None, *, peers: str, routes: str = "") -> str:
+    return printed(CODE, config(store={"bind": store}, control={"bind": control}), peers=peers, routes=routes)
+
+
+def test_metrics_of_generators_are_on_their_hosts_interface_towards_that_of_the_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of the learner is not one of this host, which is a generator's."""
+    monkeypatch.chdir(tmp_path)
+    for host, ours in (("10.0.0.2", "10.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("fd00::2", "[fd00::1]")):
+        said = printed(METRICS, config(telemetry={"prometheus_host": host})).splitlines()
+        assert said[0] == f"{ours}:9402"
+        assert said[1].startswith(
+            "10.0.0.1:9400" if host == "10.0.0.1" else f"telemetry.prometheus_host is {host}"
+        )
 
 
 def test_auto_is_the_address_of_the_route_to_the_others_though_docker0_comes_first():

@@ -20,7 +20,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.cli.app import run as typed
 from asyncrl.cluster import slurm, slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
-from asyncrl.cluster.driver import Hosts, host_spec
+from asyncrl.cluster.driver import Hosts, host_spec, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import (
     NODE,
@@ -628,6 +628,29 @@ def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
     assert asked == [["--gpus-per-node=2"], []]
 
 
+@pytest.mark.parametrize(
+    ("kind", "node", "gpus", "wants"),
+    [
+        ("slurm", "", "", True),  # a shell of `salloc` on the host where users log in
+        ("slurm", "n1", "", False),
+        ("slurm", "n1", "0", True),
+        ("ray", "n1", "", True),
+        ("local", "", "", False),
+    ],
+)
+def test_hosts_that_are_elsewhere_ask_for_gpus_that_this_machine_does_not_have(
+    monkeypatch, kind, node, gpus, wants
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    if node:
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+    cluster = {"kind": kind, "generator_hosts": 1}
+    assert wants_gpus(config(cluster=cluster)) == wants
+    assert not wants_gpus(config(cluster=cluster, learner={"ranks": 2, "device": "cpu"}))
+
+
 def test_a_stop_waits_for_a_command_of_slurm_that_is_only_just_placed(tmp_path):
     file = str(tmp_path / "learner-0.pid")
     with subprocess.Popen(["sh", "-c", slurm._TERMINATED, file]) as stop:
@@ -699,6 +722,27 @@ def test_a_start_leaves_nothing_by_which_down_would_take_it_for_an_earlier_one(
         monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: "" if words[0] == "squeue" else "9")
         assert list(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False))
     assert [path.name for path in (directory.job, directory.stopping) if path.exists()] == left
+
+
+def test_hosts_look_for_no_file_that_is_written_later(tmp_path, monkeypatch):
+    """An NFS client remembers for a minute that a file was not there."""
+    monkeypatch.chdir(tmp_path)
+    ours, found = config(cluster={"kind": "ray", "generator_hosts": 1}), []
+    directory = RunDirectory(ours.run.directory)
+
+    def looked(*_):
+        yield pytest.fail("it looks for config.yaml")
+
+    def opened(config):
+        keys = directory.keys().join
+        monkeypatch.setattr(Path, "glob", looked)
+        found.append(join._run_of(keys, ours))
+        raise RunError("no engine")
+
+    monkeypatch.setattr(hosts_command, "open_cluster", opened)
+    with pytest.raises(RunError, match="no engine"), started_on_hosts(ours, fresh=False, console=False):
+        pass
+    assert found == [directory] and not directory.config.exists()
 
 
 def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):

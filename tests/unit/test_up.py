@@ -19,6 +19,7 @@ from asyncrl.hosting.children import Family, ProcessSpec
 from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import own_store
+from asyncrl.run import directory as run_directory
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
@@ -277,3 +278,47 @@ def test_a_run_that_is_up_is_not_begun_again_by_any_way(start, tmp_path, monkeyp
         ):
             start(config, directory)
         assert sorted(directory.path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("kind", "leases", "waits"), [("ray", 1, 3), ("ray", 9, 5), (None, 1, 0)])
+def test_a_host_waits_for_the_lock_of_one_that_died_for_a_bounded_time(
+    kind, leases, waits, tmp_path, monkeypatch, caplog
+):
+    """A file server keeps the lock of a dead host until its lease ends; its process can be seen nowhere."""
+    cluster = {"kind": kind, "generator_hosts": 1} if kind else {}
+    config = config_of(run={"name": "r", "root": str(tmp_path)}, generator={"count": 1}, cluster=cluster)
+    directory = RunDirectory(config.run.directory)
+    for module in (up, run_directory):
+        monkeypatch.setattr(module, "find_holder", lambda lock: None)
+    directory.create(fresh=False)
+    dead, waited_s = RunLock(directory.supervisor_lock), []
+
+    def wait(seconds):
+        waited_s.append(seconds)
+        if len(waited_s) == 3 * leases:
+            dead.release()
+
+    monkeypatch.setattr(up, "time", SimpleNamespace(sleep=wait, monotonic=lambda: float(len(waited_s))))
+    monkeypatch.setattr(up, "LEASE_S", 5.0)
+    refused = pytest.raises(RunError, match=r"on host .*; give the command there")
+    with (
+        dead,
+        nullcontext() if kind and leases == 1 else refused,
+        up.claimed(directory, config, lambda: None, BestEffort(), fresh=False),
+    ):
+        pass
+    assert len(waited_s) == waits
+    said = f"is held by pid {os.getpid()} on host"
+    assert [said in line for line in caplog.messages] == [True] * (waits > 0), "once"
+
+
+def test_generators_join_a_store_of_ones_own_as_their_user_of_it(tmp_path):
+    """The learner's user has rights that a generator's host must not have."""
+    control = {"bind": "tcp://10.0.0.1:7001"}
+    for given, said in (("learner@", "generator@"), ("", ""), ("me@", "me@")):
+        url = f"rediss://{given}store/0"
+        lines = up._how_to_join(config_of(store={"url": url}, control=control), tmp_path / "join.key", url)
+        assert [line.partition(" --store ")[2] for line in lines[:2]] == [f"rediss://{said}store/0"] * 2
+    own = config_of(store={"bind": "tcp://[fd00::1]:7000"}, control=control)
+    [_, line, *_] = up._how_to_join(own, tmp_path / "join.key", "unix://generator@/store.sock")
+    assert line == "from other hosts: asyncrl generator --store redis://generator@[fd00::1]:7000/0"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.app import run as typed
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
@@ -193,6 +194,22 @@ def test_generators_of_other_hosts_are_not_judged_by_this_one(monkeypatch):
     (line,) = said_of(GOOD, *wide)
     assert "found 2 GPUs per generator, but this machine shows 1 GPU" in line
     validated_config(Path("run.yaml"), [*wide, "cluster.kind=slurm"])
+
+
+def test_hosts_that_are_elsewhere_are_not_judged_by_the_gpus_of_this_machine(monkeypatch, capsys):
+    Path("run.yaml").write_text(GOOD)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    for kind in ("ray", "slurm"):
+        wide = ["learner.device=auto", "learner.ranks=2", f"cluster.kind={kind}"]
+        typed(["validate", "run.yaml", *wide])
+        typed(["up", "run.yaml", "--dry-run", *wide])
+        assert "learner-0 (2 GPUs): asyncrl learner" in capsys.readouterr().out
+        (line,) = said_of(GOOD, *wide)  # on the learner's host
+        assert "found 2 ranks, but this machine shows 1 GPU" in line
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")  # a node of the job
+    with pytest.raises(ConfigError, match="found 2 ranks, but this machine shows 1 GPU"):
+        typed(["up", "run.yaml", "--dry-run", *wide])
 
 
 def test_there_are_twenty():
