@@ -40,10 +40,8 @@ from asyncrl.weights.base import Publisher, UpdateReport
 
 log = logging.getLogger(__name__)
 
-# Longest time between two checks of the deadlines.
-_ROUND_MS = 100
-# Shortest time between them.
-_LOOK_S = 0.05
+# Longest and shortest time between two checks of the deadlines.
+_ROUND_MS, _LOOK_S = 100, 0.05
 _MESSAGES_PER_ROUND = 1000
 _STOP_S = 10.0
 _FLUSH_MS = 1000
