@@ -320,7 +320,10 @@ def test_what_cannot_score_is_named_before_the_run(config_file, tmp_path, overri
 
 @pytest.mark.parametrize(("gpus", "width"), [((3,), 1), ((), 2)])
 def test_a_judge_with_a_gpu_of_its_own_is_no_wider_than_that(tmp_path, monkeypatch, gpus, width):
-    """vLLM refuses more workers than GPUs that it sees; without `gpus` it sees those of the policy, too."""
+    """vLLM refuses more workers than GPUs that it sees; without `gpus` it sees those of the policy, too.
+
+    Its share is that of its seat, and the cache is what this leaves: the config's are of the policy.
+    """
     (tmp_path / "judge.jinja").write_text("{{ response }}")
     judge = {"function": "model_judge", "params": {"scorer": "rm", "prompt": f"{tmp_path}/judge.jinja"}}
     config = Config.model_validate(
@@ -328,22 +331,22 @@ def test_a_judge_with_a_gpu_of_its_own_is_no_wider_than_that(tmp_path, monkeypat
             "run": {"name": "r"},
             "model": {"path": "none"},
             "data": {"train": "none.jsonl"},
-            "generator": {"tensor_parallel": 2},
+            "generator": {"tensor_parallel": 2, "gpu_memory_utilization": 0.2, "kv_cache_gib": 3},
             "learner": {"device": "cpu"},
             "scorers": {"rm": {"model": "none", "gpus": gpus}},
             "reward": {"functions": [judge]},
         }
     )
-    widths = []
+    opened = []
 
     async def open_engine(model, generator, *_, **__):
-        widths.append(generator.tensor_parallel)
+        opened.append((generator.tensor_parallel, generator.gpu_memory_utilization, generator.kv_cache_gib))
         raise EngineError("as far as this test goes")
 
     monkeypatch.setattr(scorer_process, "open_engine", open_engine)
     with pytest.raises(EngineError, match="as far"):
-        asyncio.run(scorer_process._score(config, "rm", "ipc://none"))
-    assert widths == [width]
+        asyncio.run(scorer_process._score(config, "rm", "ipc://none", 0.85))
+    assert opened == [(width, 0.85, None)]
 
 
 def test_an_error_of_a_scorer_reaches_the_caller(tmp_path):

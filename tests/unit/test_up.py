@@ -18,6 +18,7 @@ from asyncrl.hosting.children import Family, ProcessSpec
 from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import own_store
+from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
@@ -185,6 +186,24 @@ def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     make = up.generator_maker(config, directory, "unix:///s", keys, learner=placement_of(config, 0).ranks)
     assert [make(index, 9, [f"g{other}" for other in range(index)]).name for index in range(9)]
+
+
+def test_a_scorer_gets_a_share_of_its_gpu_which_it_keeps(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    asks = {"function": "model_score", "params": {"scorer": "rm"}}
+    config = config_of(reward={"functions": [asks]}, scorers={"rm": {"model": "m"}})
+    directory = RunDirectory(tmp_path)
+    (spec,) = scorer_specs(config, directory, config.served)
+    assert spec.argv[-3:] == ["--memory-share", "0.2", "--shared-gpu"]
+    make = up.generator_maker(
+        config, directory, "unix:///s", RunKeys(b"k" * 32).join, learner=placement_of(config, 1).learner_seats
+    )
+    assert make(0, 1, ["learner"]).argv[-3:] == ["--memory-share", "0.2", "--shared-gpu"]
+    with pytest.raises(RunError, match=r"keep 57% for rank 0 of the learner, 20% for rm\.0, 20% for g0"):
+        make(1, 2, ["learner", "g0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (spec,) = scorer_specs(config, directory, config.served)
+    assert "--memory-share" not in spec.argv
 
 
 def test_sides_that_take_turns_have_all_cores_each(monkeypatch, tmp_path):
