@@ -44,12 +44,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 ASKED = "{{function: model_judge, params: {{scorer: rm, prompt: {}/judge.jinja}}}}"
 
 
-def reward_model(directory: Path, labels: int = 1) -> Path:
+def reward_model(directory: Path, labels: int = 1, pad: int = 0) -> Path:
     """A tiny Qwen2 with a random score, and the tokenizer of `tiny_qwen2`."""
     tiny_qwen2(directory)
     plain = json.loads((directory / "config.json").read_text())
     config = Qwen2Config(
-        **{"vocab_size": plain["vocab_size"]} | SIZES, num_labels=labels, pad_token_id=0, eos_token_id=1
+        **{"vocab_size": plain["vocab_size"]} | SIZES, num_labels=labels, pad_token_id=pad, eos_token_id=1
     )
     torch.manual_seed(3)
     Qwen2ForSequenceClassification(config).float().save_pretrained(directory)
@@ -137,12 +137,13 @@ def right_score(directory: Path, ids: list[int]) -> float:
 
 
 def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_file, tmp_path):
-    reward_model(tmp_path / "rm")
+    reward_model(tmp_path / "rm", pad=1)  # the token that ends an answer, as without one that pads
     config, directory = validated_config(config_file), RunDirectory(tmp_path / "runs" / "scored")
     directory.create(fresh=False)
     directory.config.write_text(config_file.read_text())
     draw = np.random.default_rng(0)
     groups = [[draw.integers(2, 12, size=n).tolist() for n in (1, 5, 31, 32)] for _ in range(2)]
+    groups[0] += [[2, 3, 1], [2, 3, 1, 1], [1, 1], [2, 1, 3]]
     right = [[right_score(tmp_path / "rm", ids) for ids in group] for group in groups]
     with supervised(config, directory) as pids:
         (first,) = scores(config, directory.path, groups[0], timeout_s=300.0)

@@ -46,9 +46,12 @@ def open_classifier(
     if device == "cpu" and generator.threads is not None:
         arguments["distributed_executor_backend"] = WITHIN_CORE
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    numbers = itertools.count()
+    numbers, pad = itertools.count(), getattr(llm.model_config.hf_text_config, "pad_token_id", None)
 
     async def score(token_ids: list[int]) -> float:
+        # Training reads the last token that does not pad, also where the token that ends an answer pads.
+        while len(token_ids) > 1 and token_ids[-1] == pad:
+            token_ids = token_ids[:-1]
         # The model's number itself: after the sigmoid, all good answers would be near 1.
         params = PoolingParams(task="classify", use_activation=False)
         output = None
