@@ -60,8 +60,9 @@ def _checked(rows: Rows, config: StageConfig) -> Rows:
     if is_chat and directory.is_dir() and not has_chat_template(directory):
         cure = "add one to the tokenizer, or write the columns as text"
         raise DataError(f"{rows.place(0)}: found chat messages, and {directory} has no chat template; {cure}")
+    unread = ("tools", "chat_template_kwargs") if stage == "distil" else ()
     for index, row in enumerate(rows):
-        for name in columns:
+        for name in (*columns, *unread):
             if wrong := _wrong(row, name, is_chat=is_chat):
                 raise DataError(f"{rows.place(index)}: column `{name}` {wrong}; correct or remove the row")
         if "rejected" in columns and row["chosen"] == row["rejected"]:
@@ -84,6 +85,8 @@ def _wrong(row: Row, name: str, *, is_chat: bool) -> str:
     value = row.get(name)
     if name == "label":
         is_right, allowed = isinstance(value, bool), "true and false"
+    elif name in FURTHER:
+        is_right, allowed = not value, "nothing, because TRL reads it in other stages only"
     elif is_chat:
         messages = value if isinstance(value, list) else []
         is_right = bool(messages) and all(isinstance(one, dict) and "role" in one for one in messages)
