@@ -54,7 +54,7 @@ def bare(config: Config, device: Any) -> Callable[[Rows], list[float]]:
 
     most = config.sampling.max_tokens
     arguments = classifier_args(
-        config.scorers["rm"].model, config.model.dtype, max_tokens=most, device=device
+        config.scorers["rm"].model, config.model.dtype, config.generator, max_tokens=most, device=device
     )
     llm: Any = LLM(**arguments)
     params = PoolingParams(task="classify", use_activation=False)

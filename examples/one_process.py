@@ -28,7 +28,7 @@ from torch import Tensor
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.batch.hooks import Hooks
-from asyncrl.batch.plan import PlanSettings
+from asyncrl.batch.masks import PlanSettings
 from asyncrl.batch.recipe import Recipe
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.buffer.base import BufferRules

@@ -35,7 +35,7 @@ class Correction:
 
 def none(batch: TokenBatch) -> Correction:
     """w = 1: neither staleness nor numerical mismatch is corrected."""
-    return _correction(torch.ones_like(batch.behaviour_logprobs_T), _all(batch))
+    return _correction(torch.ones_like(batch.behaviour_logprobs_T))
 
 
 def truncate(
@@ -53,12 +53,8 @@ def truncate(
     brings you off-policy RL training", for token level with cap 2.
     """
     ratio_T = _ratio_T(batch, level)
-
-    def weigh(ratio_T: Tensor) -> Tensor:
-        return ratio_T.clamp(floor, cap)
-
-    weights_T = _weights(ratio_T, weigh, step or batch, level, normalise=normalise)
-    return _correction(weights_T, _all(batch), truncated=(ratio_T > cap) | (ratio_T < floor))
+    weights_T = _weights(ratio_T, lambda r: r.clamp(floor, cap), step or batch, level, normalise=normalise)
+    return _correction(weights_T, truncated=(ratio_T > cap) | (ratio_T < floor))
 
 
 def mask(
@@ -108,7 +104,11 @@ def reject(
     Source: Liu et al. 2025, "When speed kills stability", for geometric k1 at sequence level; Qi et al. 2026
     (arXiv:2602.04879) for tv and binary_kl; KPop of Ring-2.6 (2026) for binary_kl_max at token level.
     """
-    keep_T = _within(batch, divergence, level, (1.0 / high if low is None else low, high))
+    if divergence == "k1":
+        ratio_T = _ratio_T(batch, level)
+        keep_T = (ratio_T >= (1.0 / high if low is None else low)) & (ratio_T <= high)
+    else:
+        keep_T = batch.at_level(_divergence_T(batch, divergence), level) <= high
     if weights == "none":
         return _correction(torch.ones_like(batch.behaviour_logprobs_T), keep_T)
     return _correction(_ratio_T(batch, weights).clamp(max=cap), keep_T)
@@ -191,24 +191,7 @@ def _log_ratio_T(batch: TokenBatch) -> Tensor:
 
 def _ratio_T(batch: TokenBatch, level: Level) -> Tensor:
     """[T]: ratio at the level, the same for all tokens of a sequence unless the level is token."""
-    log_ratio_T = _log_ratio_T(batch)
-    if level == "token":
-        return log_ratio_T.exp()
-    log_ratio_S = batch.sum_S(log_ratio_T) if level == "sequence" else batch.mean_S(log_ratio_T)
-    return log_ratio_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[batch.sequence_T]
-
-
-def _within(batch: TokenBatch, divergence: str, level: Level, bounds: tuple[float, float]) -> Tensor:
-    """bool [T]: where the divergence is within the bounds."""
-    low, high = bounds
-    if divergence == "k1":
-        ratio_T = _ratio_T(batch, level)
-        return (ratio_T >= low) & (ratio_T <= high)
-    divergence_T = _divergence_T(batch, divergence)
-    if level == "token":
-        return divergence_T <= high
-    divergence_S = batch.sum_S(divergence_T) if level == "sequence" else batch.mean_S(divergence_T)
-    return (divergence_S <= high)[batch.sequence_T]
+    return batch.at_level(_log_ratio_T(batch), level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def _divergence_T(batch: TokenBatch, divergence: str) -> Tensor:
@@ -224,9 +207,6 @@ def _divergence_T(batch: TokenBatch, divergence: str) -> Tensor:
     return kl_T if divergence == "binary_kl" else torch.maximum(kl_T, binary_kl(q_T, p_T))
 
 
-def _all(batch: TokenBatch) -> Tensor:
-    return torch.ones_like(batch.sequence_T, dtype=torch.bool)
-
-
-def _correction(weights_T: Tensor, keep_T: Tensor, **counted: Tensor) -> Correction:
+def _correction(weights_T: Tensor, keep_T: Tensor | None = None, **counted: Tensor) -> Correction:
+    keep_T = torch.ones_like(weights_T, dtype=torch.bool) if keep_T is None else keep_T
     return Correction(torch.where(keep_T, weights_T, 0.0), keep_T, sums(rejected=~keep_T, **counted))

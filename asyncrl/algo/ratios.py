@@ -31,12 +31,8 @@ def policy_ratio(batch: TokenBatch, logprobs_T: Tensor, level: Level) -> Tensor:
     if level == "token":
         return log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
     d_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T)
-    d_S = (
-        batch.sum_S(d_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        if level == "sequence"
-        else batch.mean_S(d_T)
-    )
-    return (logprobs_T - logprobs_T.detach() + d_S[batch.sequence_T]).exp()
+    d_T = batch.at_level(d_T, level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (logprobs_T - logprobs_T.detach() + d_T).exp()
 
 
 def probabilities(numerator_T: Tensor, denominator_T: Tensor) -> tuple[Tensor, Tensor]:

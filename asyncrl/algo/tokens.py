@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from asyncrl.algo.ranges import Level
 from asyncrl.errors import ShapeError
 
 
@@ -70,6 +71,12 @@ class TokenBatch:
     def mean_S(self, values_T: Tensor) -> Tensor:
         """[S]: mean over the tokens of each sequence, 0 for an empty one."""
         return self.sum_S(values_T) / self.lengths_S.clamp(min=1)
+
+    def at_level(self, values_T: Tensor, level: Level) -> Tensor:
+        """[T]: the values (token), or their sum (sequence) or mean (geometric) over each token's sequence."""
+        if level == "token":
+            return values_T
+        return (self.sum_S if level == "sequence" else self.mean_S)(values_T)[self.sequence_T]
 
     def episode_mean_S(self, values_T: Tensor) -> Tensor:
         """[S]: the part of each sequence in the mean over its episode's tokens; episodes have several."""

@@ -21,6 +21,21 @@ from asyncrl.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """Settings of the run and of this rank that the plan depends on."""
+
+    max_lag: int
+    mask_stale: bool  # tokens older than `max_lag` leave the loss; they are mostly tokens of long responses
+    mask_truncated: bool  # responses that were cut off leave the loss
+    minibatches: int
+    tokens_per_microbatch: int
+    share: int  # which part of every batch this rank trains on, of `shares`
+    shares: int
+    device: torch.device
+    images: SampleImages | None = None  # of the rows, if the data has any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
     """The masked tokens of one sequence. One entry per response token; each token is in one mask at most."""
 
@@ -77,13 +92,7 @@ def _share(part_S: Tensor, whole_S: Tensor) -> float:
 
 
 def measure(
-    trainer: Trainer,
-    sequences: Sequence[TrainSample],
-    columns: Collection[str],
-    *,
-    budget_tokens: int,
-    device: torch.device,
-    images: SampleImages | None = None,
+    trainer: Trainer, sequences: Sequence[TrainSample], columns: Collection[str], settings: PlanSettings
 ) -> dict[str, Tensor]:
     """Return the columns of all kept tokens, float32 [T] in the order of `sequences`, on every rank.
 
@@ -99,9 +108,9 @@ def measure(
     names = sorted(set(columns) - set(recorded))
     if not names:
         return recorded
-    shares = deal(sequences, budget_tokens, trainer.shares)
-    own = shares[trainer.share]
-    batches = [microbatch([sequences[i] for i in members], device, images) for members in own]
+    shares = deal(sequences, settings.tokens_per_microbatch, trainer.shares)
+    own = [[sequences[i] for i in members] for members in shares[trainer.share]]
+    batches = [microbatch(members, settings.device, settings.images) for members in own]
     measured = trainer.measure(batches, names)
     parts = trainer.gather(
         b"".join(
@@ -117,5 +126,4 @@ def measure(
         if owned:
             part_CT = np.frombuffer(part, dtype=np.float32).reshape(len(names), -1)
             columns_CT[:, np.concatenate(owned)] = part_CT
-    measured_T = {name: torch.from_numpy(column_T) for name, column_T in zip(names, columns_CT, strict=True)}
-    return measured_T | recorded
+    return dict(zip(names, map(torch.from_numpy, columns_CT), strict=True)) | recorded

@@ -7,33 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.estimate import Estimator
-from asyncrl.batch.masks import masked_shares, masks, measure
-from asyncrl.batch.packing import SampleImages, TrainSample, counted, deal, microbatch, per_sample, samples_of
+from asyncrl.batch.masks import PlanSettings, masked_shares, masks, measure
+from asyncrl.batch.packing import TrainSample, counted, deal, microbatch, per_sample, samples_of
 from asyncrl.batch.turn_columns import turn_parts
 from asyncrl.trainer.base import MicroBatch, Trainer
 from asyncrl.types import Group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
-    """Settings of the run and of this rank that the plan depends on."""
-
-    max_lag: int
-    mask_stale: bool  # tokens older than `max_lag` leave the loss; they are mostly tokens of long responses
-    mask_truncated: bool  # responses that were cut off leave the loss
-    minibatches: int
-    tokens_per_microbatch: int
-    share: int  # which part of every batch this rank trains on, of `shares`
-    shares: int
-    device: torch.device
-    images: SampleImages | None = None  # of the rows, if the data has any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +57,7 @@ class Planner:
 
     def measure(self, trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
         """Return flat columns [T] of the whole batch, on every rank."""
-        settings, budget_tokens = self.settings, self.settings.tokens_per_microbatch
-        device, images = settings.device, settings.images
-        return measure(
-            trainer, samples, self.columns, budget_tokens=budget_tokens, device=device, images=images
-        )
+        return measure(trainer, samples, self.columns, self.settings)
 
     def plan(
         self,

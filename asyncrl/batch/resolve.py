@@ -15,9 +15,10 @@ from asyncrl.algo.turn_advantages import turn_value_targets
 from asyncrl.batch.coefficients import Coefficients, RowOf, Tracker
 from asyncrl.batch.critic_steps import CriticSteps
 from asyncrl.batch.estimate import Estimator
+from asyncrl.batch.masks import PlanSettings
 from asyncrl.batch.objective import Objective
 from asyncrl.batch.packing import SampleImages
-from asyncrl.batch.plan import Planner, PlanSettings
+from asyncrl.batch.plan import Planner
 from asyncrl.batch.recipe import Recipe
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig

@@ -193,7 +193,7 @@ def joined(
         if (needed := config.served) and not _are_here(needed, directory):
             place = Path(stack.enter_context(TemporaryDirectory(prefix="asyncrl-")))
             of_host = f"{name}." if name else prefix
-            scorers = scorer_specs(config, directory, needed, place=place, prefix=of_host)
+            scorers = scorer_specs(config, directory, needed, generators=count, place=place, prefix=of_host)
         make = generator_maker(
             config, directory, found.url, found.keys, learner=(), prefix=prefix, scorers=place
         )

@@ -338,7 +338,9 @@ def generator_maker(
         placement = placement_of(config, gpus, generators=wanted, has_learner=bool(ranks))
         seat = placement.generators[index]
         name = f"{prefix}{index}"
-        others = {other: seats[other] for other in (*ranks, *running) if other in seats}
+        # A scorer keeps the share that it was started with.
+        scoring = {other: seats.setdefault(other, one) for other, one in placement.scorers.items()}
+        others = {other: seats[other] for other in (*ranks, *scoring, *running) if other in seats}
         if found := overfull(seat, others):
             raise RunError(
                 f"{name} would need {found}; to divide the GPUs among {count} generators, start the run "
@@ -348,8 +350,7 @@ def generator_maker(
         argv = module_argv("asyncrl.launch.generator_process", "--id", name)
         argv += ["--config", str(directory.config), "--store", store_url]
         argv += ["--scorers", str(scorers)] if scorers else []
-        if seat.gpus:
-            argv += ["--memory-share", f"{seat.share:g}", *(["--shared-gpu"] if seat.is_shared else [])]
+        argv += seat.options
         env = child_environment(config, directory.path, threads=threads, gpus=seat.gpus)
         return ProcessSpec(
             name=name,

@@ -27,7 +27,7 @@ class ReferenceConfig(Part):
     scorers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that hold the teacher; at 0 the learner holds it."""
     gpus: tuple[NonNegativeInt, ...] = ()
-    """GPUs of these processes in turn, which generators leave free; by default all."""
+    """GPUs of these processes in turn, which generators leave free; by default the first one."""
 
 
 class KLConfig(Part):

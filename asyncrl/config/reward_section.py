@@ -143,7 +143,11 @@ class ScorerConfig(Part):
     count: Processes = 1
     """Processes, each with a copy of the model; each answers all generators of this host."""
     gpus: tuple[NonNegativeInt, ...] = ()
-    """GPUs of each process in turn, by number, which generators leave free; by default all see all GPUs."""
+    """GPUs of each process in turn, by number, which generators leave free; by default the first GPU."""
+
+    def gpus_of(self, index: int) -> tuple[int, ...]:
+        """Return the GPU of a process; empty without `gpus`."""
+        return self.gpus[index % len(self.gpus) :][:1] if self.gpus else ()
 
 
 class RewardFunctionConfig(Part):

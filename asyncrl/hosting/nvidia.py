@@ -167,6 +167,6 @@ def choose(names: Sequence[str], gpus: Sequence[Gpu], instances: Sequence[Gpu]) 
             )
         if matching[0].is_divided:
             found = f"{matching[0].name} is divided by MIG, and a process can use one instance of it"
-            raise DataError(f"{found}; name instances in CUDA_VISIBLE_DEVICES (`nvidia-smi -L` lists them)")
+            raise DataError(f"{found}; name Device 0 of a GPU in CUDA_VISIBLE_DEVICES (see `nvidia-smi -L`)")
         chosen.append(matching[0])
     return tuple(chosen)

@@ -28,11 +28,16 @@ LEAST_LEARNER_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The place of one rank or generator on this host."""
+    """The place of one rank, generator or scorer on this host."""
 
     gpus: tuple[int, ...] = ()  # none on a CPU
     share: float = 1.0  # of the memory of each of these GPUs
     is_shared: bool = False  # with another process of the run, on any of them
+
+    @property
+    def options(self) -> list[str]:
+        """Return the options of a generator or scorer that runs there."""
+        return ["--memory-share", f"{self.share:g}", *["--shared-gpu"] * self.is_shared] * bool(self.gpus)
 
     def meets(self, other: "Seat") -> bool:
         """Return whether both have a GPU in common."""
@@ -41,10 +46,11 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The seats of the ranks and generators of this host."""
+    """The seats of the ranks, generators and scorers of this host."""
 
     ranks: tuple[Seat, ...]
     generators: tuple[Seat, ...]
+    scorers: Mapping[str, Seat]  # by the name of the process
 
     @property
     def learner_gpus(self) -> tuple[int, ...]:
@@ -81,22 +87,26 @@ def place(
     tensor_parallel: int = 1,
     share: float | None = None,
     taken: Collection[int] = (),
+    scorers: Mapping[str, tuple[int, ...]] = {},
 ) -> Placement:
     """Seat ranks and generators; without `gpus`, all use CPUs. Generators get a GPU of `taken` only in need.
 
     `generators` None means as many as there are GPUs for, `share` None an equal part of what they may use. It
-    also seats what does not fit; `misplaced` says so.
+    also seats what does not fit; `misplaced` says so. `scorers` divide the share of generators on their GPUs.
     """
     if not gpus:
         count = CPU_GENERATORS if generators is None else generators
-        return Placement(ranks=(Seat(),) * ranks, generators=(Seat(),) * count)
+        on_cpus = dict.fromkeys(scorers, Seat())
+        return Placement(ranks=(Seat(),) * ranks, generators=(Seat(),) * count, scorers=on_cpus)
     learners = range(min(ranks, gpus))
     groups = _groups(gpus, len(learners), tensor_parallel, taken)
     count = len(groups) if generators is None else generators
     chosen = [groups[index % len(groups)] for index in range(count)]
-    tenants = Counter(gpu for group in chosen for gpu in group)
-    seats = tuple(_generator_seat(group, tenants, learners, share) for group in chosen)
-    return Placement(ranks=tuple(_rank_seat(rank, seats) for rank in learners), generators=seats)
+    tenants = Counter(gpu for group in (*chosen, *scorers.values()) for gpu in group)
+    seats = tuple(_tenant_seat(group, tenants, learners, share) for group in chosen)
+    others = {name: _tenant_seat(group, tenants, learners, None) for name, group in scorers.items()}
+    ranked = tuple(_rank_seat(rank, (*seats, *others.values())) for rank in learners)
+    return Placement(ranks=ranked, generators=seats, scorers=others)
 
 
 def _groups(gpus: int, learners: int, width: int, taken: Collection[int]) -> list[tuple[int, ...]]:
@@ -110,18 +120,18 @@ def _groups(gpus: int, learners: int, width: int, taken: Collection[int]) -> lis
     return [tuple(range(gpus))]
 
 
-def _rank_seat(rank: int, generators: Sequence[Seat]) -> Seat:
-    taken = [seat.share for seat in generators if rank in seat.gpus]
+def _rank_seat(rank: int, tenants: Sequence[Seat]) -> Seat:
+    taken = [seat.share for seat in tenants if rank in seat.gpus]
     share = max(0.0, 1 - MARGIN - sum(taken)) if taken else 1.0
     return Seat(gpus=(rank,), share=share, is_shared=bool(taken))
 
 
-def _generator_seat(
+def _tenant_seat(
     group: tuple[int, ...], tenants: Counter[int], learners: Collection[int], share: float | None
 ) -> Seat:
-    generators, beside = max(tenants[gpu] for gpu in group), any(gpu in learners for gpu in group)
-    default = (BESIDE_LEARNER_SHARE if beside else GENERATORS_SHARE) / generators
-    return Seat(gpus=group, share=default if share is None else share, is_shared=beside or generators > 1)
+    most, beside = max(tenants[gpu] for gpu in group), any(gpu in learners for gpu in group)
+    default = (BESIDE_LEARNER_SHARE if beside else GENERATORS_SHARE) / most
+    return Seat(gpus=group, share=default if share is None else share, is_shared=beside or most > 1)
 
 
 def placement_of(
@@ -129,7 +139,8 @@ def placement_of(
 ) -> Placement:
     """Seat the part of a run on this host, which has `gpus` GPUs.
 
-    `generators` replaces the config's number. Without `has_learner` the ranks are on another host.
+    `generators` replaces the config's number; scorers are where generators are. Without `has_learner` the
+    ranks are on another host.
     """
     return place(
         gpus if config.learner.device != "cpu" else 0,
@@ -138,7 +149,18 @@ def placement_of(
         tensor_parallel=config.generator.tensor_parallel,
         share=config.generator.gpu_memory_utilization,
         taken=config.taken_gpus,
+        scorers=_scorer_gpus(config, gpus) if generators != 0 else {},
     )
+
+
+def _scorer_gpus(config: Config, gpus: int) -> dict[str, tuple[int, ...]]:
+    """Return the GPUs of each scorer process; without `gpus` in its section the first ones, as vLLM takes."""
+    found, engines = {}, {*config.judges, *config.teacher}
+    for name, one in config.served.items():
+        width = config.generator.tensor_parallel if name in engines else 1
+        for index in range(one.count):
+            found[f"{name}.{index}"] = one.gpus_of(index) or tuple(range(min(width, gpus)))
+    return found
 
 
 def place_slots(
@@ -232,9 +254,11 @@ def _shares_too_large(config: Config, placement: Placement) -> Iterator[Mistake]
     tenants = Counter(gpu for seat in placement.generators for gpu in seat.gpus)
     for gpu, count in sorted(tenants.items()):
         has_learner = gpu in placement.learner_gpus
-        allowed = 1 - MARGIN - LEAST_LEARNER_SHARE if has_learner else 1.0
+        scorers = sum(seat.share for seat in placement.scorers.values() if gpu in seat.gpus)
+        allowed = (1 - MARGIN - LEAST_LEARNER_SHARE if has_learner else 1.0) - scorers
         if count * share > allowed:
-            beside = " beside the learner" if has_learner else ""
+            users = ["the learner"] * has_learner + [f"scorers ({scorers:.0%})"] * (scorers > 0)
+            beside = " beside " * bool(users) + " and ".join(users)
             yield Mistake(
                 ("generator.gpu_memory_utilization", "generator.count", "learner.ranks"),
                 f"found {share:g} for each of {count} generators on GPU {gpu}{beside}, {count * share:.0%} "

@@ -118,18 +118,14 @@ async def _generate(
 def allotted(config: Config, memory_share: float | None, *, is_shared: bool) -> GeneratorConfig:
     """Return the settings with the threads and GPU memory that the supervisor allots. Raises DataError."""
     generator = config.generator
-    allotted: dict[str, float | None] = {
-        "threads": generator.threads or int(os.environ.get("OMP_NUM_THREADS", "1")),
-        "gpu_memory_utilization": memory_share or generator.gpu_memory_utilization,
-    }
+    threads = generator.threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
+    share = memory_share or generator.gpu_memory_utilization
+    allotted: dict[str, float | None] = {"threads": threads, "gpu_memory_utilization": share}
     measures_itself = not is_installed()  # vLLM, although the learner changes the free memory meanwhile
     if is_shared and memory_share is not None and generator.kv_cache_gib is None and not measures_itself:
-        kv_bytes = generator_kv_bytes(
-            read_model(config.model)[1],
-            config.model,
-            generator,
-            allowed_bytes=int(memory_share * min(this_machine(config.learner.device).gpu_bytes)),
-        )
+        most = int(memory_share * min(this_machine(config.learner.device).gpu_bytes))
+        shape = read_model(config.model)[1]
+        kv_bytes = generator_kv_bytes(shape, config.model, generator, allowed_bytes=most)
         allotted["kv_cache_gib"] = max(kv_bytes, 1) / 2**30
     return generator.model_copy(update=allotted)
 

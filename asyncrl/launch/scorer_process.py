@@ -18,7 +18,7 @@ from asyncrl.control.scoring import NOTHING, Score, serve_scores
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.open import open_classifier, open_engine
-from asyncrl.errors import EngineError, ungrouped
+from asyncrl.errors import DataError, EngineError, ungrouped
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.hosting.progress import Pace, beat, begin
@@ -41,40 +41,52 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--memory-share", type=float)
+    parser.add_argument("--shared-gpu", action="store_true")
     arguments = parser.parse_args()
 
     def role() -> None:
         directory = RunDirectory(arguments.config.parent)
         setup_logging(arguments.id, directory.logs, console=True)
         forget_secrets(os.environ)
-        asyncio.run(_score(load_config(arguments.config), arguments.name, arguments.endpoint))
+        config, share, is_shared = load_config(arguments.config), arguments.memory_share, arguments.shared_gpu
+        asyncio.run(_score(config, arguments.name, arguments.endpoint, share, is_shared=is_shared))
 
     run_role(role)
 
 
-async def _score(config: Config, name: str, endpoint: str) -> None:
+async def _score(
+    config: Config, name: str, endpoint: str, share: float | None = None, *, is_shared: bool = False
+) -> None:
     begin("load the model", Pace.SLOW)
     scorer = config.served[name]
     model = scorer.model
     log.info("loading %s", model)
     sampling, device = config.sampling, resolve_device(config)
-    # The settings of vLLM are of the policy. Of GPUs that are named, this process sees one.
-    ours: dict[str, Any] = {"vllm": {}} | ({"tensor_parallel": 1} if scorer.gpus else {})
-    generator = allotted(config, None, is_shared=False).model_copy(update=ours)
+    other = {"path": model, "revision": None, "chat_template": True, "lora": None, "router_replay": False}
+    own = config.reference if name in config.teacher else config.model.model_copy(update=other)
+    # The settings of vLLM are of the policy, and so is a cache on a GPU. Of GPUs that are named, this process
+    # sees one, and a classifier takes one.
+    is_narrow = scorer.gpus or name in config.scorers.keys() - config.judges
+    ours: dict[str, Any] = {"vllm": {}} | ({"tensor_parallel": 1} if is_narrow else {})
+    ours |= {"kv_cache_gib": None} if share else {}
+    settings = {"model": own, "generator": config.generator.model_copy(update=ours)}
+    generator = allotted(config.model_copy(update=settings), share, is_shared=is_shared)
+    if share and (generator.kv_cache_gib or 1) * 2**30 <= 1:  # nothing is left of it
+        found = f"{model} needs more than its share of a GPU, {share:.0%}"
+        raise DataError(f"{found}; give it a GPU of its own (`gpus`) or a larger one, or a smaller model")
     score: Score
     if name in config.teacher:
         # vLLM samples one token behind those it scores.
         sampling = sampling.model_copy(update={"max_response_tokens": sampling.max_response_tokens + 1})
-        engine = await open_engine(config.reference, generator, sampling, config.weights, device=device)
+        engine = await open_engine(own, generator, sampling, config.weights, device=device)
 
         async def score(request: Mapping[str, Any]) -> bytes:
             return (await engine.score(request["ids"])).astype(np.float32).tobytes()
     elif name in config.judges:
-        other = {"path": model, "revision": None, "chat_template": True, "lora": None}
-        judge = config.model.model_copy(update=other | {"router_replay": False})
         sampling = SamplingConfig(max_prompt_tokens=scorer.max_tokens - 1, max_response_tokens=1)
-        engine = await open_engine(judge, generator, sampling, config.weights, device=device)
-        score = partial(_judgement, engine, load_tokenizer(judge), scorer.max_tokens)
+        engine = await open_engine(own, generator, sampling, config.weights, device=device)
+        score = partial(_judgement, engine, load_tokenizer(own), scorer.max_tokens)
     else:
         # The longest sequence of the policy, and no token of its own.
         dtype, most = config.model.dtype, sampling.max_tokens

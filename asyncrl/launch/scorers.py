@@ -14,6 +14,8 @@ from asyncrl.errors import RunError
 from asyncrl.files import socket_path
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import child_environment
+from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
@@ -29,6 +31,7 @@ def scorer_specs(
     directory: RunDirectory,
     scorers: Mapping[str, ScorerConfig],
     *,
+    generators: int | None = None,  # on a host without the learner
     place: Path | None = None,
     prefix: str = "",
 ) -> list[ProcessSpec]:
@@ -36,17 +39,18 @@ def scorer_specs(
     from asyncrl.control.scoring import endpoint_of
 
     made = []
+    placement = placement_of(config, count_gpus(), generators=generators, has_learner=generators is None)
     for name, scorer in scorers.items():
         for index in range(scorer.count):
-            gpus = scorer.gpus[index % len(scorer.gpus) :][:1] if scorer.gpus else ()
             own = f"{prefix}{name}.{index}"
             endpoint = endpoint_of(place or directory.path, name, index)
+            options = placement.scorers[f"{name}.{index}"].options
             argv = ("--id", own, "--name", name, "--endpoint", endpoint, "--config", str(directory.config))
             made.append(
                 ProcessSpec(
                     name=own,
-                    argv=module_argv("asyncrl.launch.scorer_process", *argv),
-                    env=child_environment(config, directory.path, threads=1, gpus=gpus),
+                    argv=module_argv("asyncrl.launch.scorer_process", *argv, *options),
+                    env=child_environment(config, directory.path, threads=1, gpus=scorer.gpus_of(index)),
                     log_path=directory.logs / f"{own}.out",
                     serves=bool(prefix),
                 )
@@ -80,7 +84,8 @@ def started_scorers(config: Config) -> Iterator[Path]:
             return
         directory.create(fresh=False)
         directory.config.write_text(dump_config(config), encoding="utf-8")
-        specs, control = scorer_specs(config, directory, config.scorers), config.control
+        # Room for one engine, which the command starts after them.
+        specs, control = scorer_specs(config, directory, config.scorers, generators=1), config.control
         supervisor = Supervisor(specs, max_restarts=control.max_restarts, limits=Limits.of(control))
         failed: list[RunError] = []
 

@@ -55,14 +55,15 @@ def _checked(rows: Rows, config: StageConfig) -> Rows:
         found = f"found the columns {', '.join(sorted(first)) or 'none'}"
         cure = "rename the columns, or choose another stage"
         raise DataError(f"{rows.place(0)}: {found}; stage {stage} needs {allowed}; {cure}")
-    is_chat = {name: isinstance(first[name], list) for name in columns}
-    directory = Path(config.model.path)
-    if any(is_chat.values()) and directory.is_dir() and not has_chat_template(directory):
+    # TRL adds the columns of a row up, or asks any one of them whether the row is a conversation.
+    is_chat, directory = isinstance(first[columns[0]], list), Path(config.model.path)
+    if is_chat and directory.is_dir() and not has_chat_template(directory):
         cure = "add one to the tokenizer, or write the columns as text"
         raise DataError(f"{rows.place(0)}: found chat messages, and {directory} has no chat template; {cure}")
+    unread = ("tools", "chat_template_kwargs") if stage == "distil" else ()
     for index, row in enumerate(rows):
-        for name in columns:
-            if wrong := _wrong(row, name, is_chat=is_chat[name]):
+        for name in (*columns, *unread):
+            if wrong := _wrong(row, name, is_chat=is_chat):
                 raise DataError(f"{rows.place(index)}: column `{name}` {wrong}; correct or remove the row")
         if "rejected" in columns and row["chosen"] == row["rejected"]:
             same = "chosen and rejected are the same, from which nothing is learned; remove the row"
@@ -80,14 +81,19 @@ def _columns(row: Row, stage: str) -> tuple[str, ...]:
 
 
 def _wrong(row: Row, name: str, *, is_chat: bool) -> str:
-    """Say what is wrong with a value; empty if it has the form that its column has in the first row."""
+    """Say what is wrong with a value; empty if it has the form of the first row's first column."""
     value = row.get(name)
     if name == "label":
         is_right, allowed = isinstance(value, bool), "true and false"
+    elif name in FURTHER:
+        is_right, allowed = not value, "nothing, because TRL reads it in other stages only"
     elif is_chat:
         messages = value if isinstance(value, list) else []
         is_right = bool(messages) and all(isinstance(one, dict) and "role" in one for one in messages)
-        allowed = "a list of messages with `role` and `content`, as in the first row"
+        allowed = "a list of messages with `role` and `content`, as in the first column of the first row"
     else:
-        is_right, allowed = isinstance(value, str) and bool(value), "text, as in the first row"
+        is_right, allowed = (
+            isinstance(value, str) and bool(value),
+            "text, as in the first column of the first row",
+        )
     return "" if is_right else f"holds {shown(value)}; allowed is {allowed}"

@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 
 from asyncrl.config.named_files import is_local
+from asyncrl.data.prompts import stop_ids
 from asyncrl.errors import ConfigError, DataError, MemoryFullError, RunError, from_extra, lacks_gpu_memory
 from asyncrl.files import with_cure
 from asyncrl.hosting.progress import Pace, begin, while_growing
@@ -104,6 +105,12 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         callbacks=[follow],
         **({"teacher_model": teacher.path} if teacher else {}),
     )
+    # A chat template may write a line's end behind the stop token, and the score would be trained there.
+    if config.stage == "rm":
+        tokenizer = trainer.processing_class
+        cut = partial(_up_to_stop, {*stop_ids(config.model), tokenizer.eos_token_id}, tokenizer)
+        trainer.train_dataset = trainer.train_dataset.map(cut)
+        trainer.eval_dataset = trainer.eval_dataset and trainer.eval_dataset.map(cut)
     require_writable(getattr(trainer.model, "generation_config", None))
     # Whatever made it due: a step, the end of an epoch, a better measure.
     watched = while_growing("checkpoint", directory.trl_checkpoints)
@@ -114,6 +121,18 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         run_epoch(**given) if trainer.state.global_step < trainer.state.max_steps else None
     )
     return trainer
+
+
+def _up_to_stop(stops: set[int], tokenizer: Any, row: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the sequences up to the stop token behind their text, where an answer of the policy ends."""
+    cut = {}
+    for name in ("chosen_ids", "rejected_ids"):
+        ids, end = row[name], len(row[name])
+        while end and (ids[end - 1] in stops or not tokenizer.decode([ids[end - 1]]).strip()):
+            end -= 1
+        stop = next((at for at in range(end, len(ids)) if ids[at] in stops), len(ids))
+        cut[name] = ids[: stop + 1]
+    return cut
 
 
 def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:

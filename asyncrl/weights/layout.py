@@ -93,7 +93,7 @@ class Layout:
 
 
 def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
-    """The `checksum` of every tensor, without the padding; a large version on the host takes some threads."""
+    """XXH3-64 of every tensor, without the padding; a large one takes threads. On a GPU `device_sum`."""
     count = len(layout.specs)
     if buffer.is_cuda:
         of_views = [device_sum(layout.view(buffer, index)) for index in range(count)]
@@ -104,9 +104,7 @@ def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
 
     def work(_: int) -> None:
         for index in todo:  # each goes to one thread; xxhash lets the others run
-            start = layout.offsets[index]
-            # Without a view of the tensor, which takes microseconds.
-            sums[index] = xxhash.xxh3_64_intdigest(memory[start : start + _size_bytes(layout.specs[index])])
+            sums[index] = _host_sum(memory, layout, index)
 
     if (threads := checksum_threads(layout.total_bytes)) == 1:
         work(0)
@@ -121,15 +119,10 @@ def checksum_threads(size_bytes: int) -> int:
     return 1 if size_bytes < _BYTES_FOR_THREADS else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
-def checksum(tensor: Tensor) -> int:
-    """A number that changes with any byte of the tensor.
-
-    XXH3-64 in host memory, faster there than sending. On a GPU `device_sum`, faster there than a copy.
-    """
-    if tensor.is_cuda:
-        return int(device_sum(tensor).item())
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_64_intdigest(data.numpy().data)
+def _host_sum(memory: memoryview, layout: Layout, index: int) -> int:
+    """The checksum of one tensor, without a view of it, which takes microseconds."""
+    start = layout.offsets[index]
+    return xxhash.xxh3_64_intdigest(memory[start : start + _size_bytes(layout.specs[index])])
 
 
 def device_sum(tensor: Tensor, before: Tensor | None = None) -> Tensor:
@@ -150,13 +143,14 @@ def device_sum(tensor: Tensor, before: Tensor | None = None) -> Tensor:
 
 
 def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], index: int | None = None) -> None:
-    """Compare the checksums of all tensors, or of one. Raises TransferError if one differs."""
+    """Compare the checksums of all tensors, or of one in host memory. Raises TransferError if one differs."""
     if len(expected) != len(layout.specs):
         raise TransferError(
             f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed"
         )
     if index is not None:
-        require_equal(layout.specs[index].name, checksum(layout.view(buffer, index)), expected[index])
+        found = _host_sum(buffer.numpy().data, layout, index)
+        require_equal(layout.specs[index].name, found, expected[index])
         return
     for spec, *sums in zip(layout.specs, checksums(buffer, layout), expected, strict=True):
         require_equal(spec.name, *sums)

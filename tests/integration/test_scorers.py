@@ -44,12 +44,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 ASKED = "{{function: model_judge, params: {{scorer: rm, prompt: {}/judge.jinja}}}}"
 
 
-def reward_model(directory: Path, labels: int = 1) -> Path:
+def reward_model(directory: Path, labels: int = 1, pad: int = 0) -> Path:
     """A tiny Qwen2 with a random score, and the tokenizer of `tiny_qwen2`."""
     tiny_qwen2(directory)
     plain = json.loads((directory / "config.json").read_text())
     config = Qwen2Config(
-        **{"vocab_size": plain["vocab_size"]} | SIZES, num_labels=labels, pad_token_id=0, eos_token_id=1
+        **{"vocab_size": plain["vocab_size"]} | SIZES, num_labels=labels, pad_token_id=pad, eos_token_id=1
     )
     torch.manual_seed(3)
     Qwen2ForSequenceClassification(config).float().save_pretrained(directory)
@@ -137,12 +137,13 @@ def right_score(directory: Path, ids: list[int]) -> float:
 
 
 def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_file, tmp_path):
-    reward_model(tmp_path / "rm")
+    reward_model(tmp_path / "rm", pad=1)  # the token that ends an answer, as without one that pads
     config, directory = validated_config(config_file), RunDirectory(tmp_path / "runs" / "scored")
     directory.create(fresh=False)
     directory.config.write_text(config_file.read_text())
     draw = np.random.default_rng(0)
     groups = [[draw.integers(2, 12, size=n).tolist() for n in (1, 5, 31, 32)] for _ in range(2)]
+    groups[0] += [[2, 3, 1], [2, 3, 1, 1], [1, 1], [2, 1, 3]]
     right = [[right_score(tmp_path / "rm", ids) for ids in group] for group in groups]
     with supervised(config, directory) as pids:
         (first,) = scores(config, directory.path, groups[0], timeout_s=300.0)
@@ -320,7 +321,10 @@ def test_what_cannot_score_is_named_before_the_run(config_file, tmp_path, overri
 
 @pytest.mark.parametrize(("gpus", "width"), [((3,), 1), ((), 2)])
 def test_a_judge_with_a_gpu_of_its_own_is_no_wider_than_that(tmp_path, monkeypatch, gpus, width):
-    """vLLM refuses more workers than GPUs that it sees; without `gpus` it sees those of the policy, too."""
+    """vLLM refuses more workers than GPUs that it sees; without `gpus` it sees those of the policy, too.
+
+    Its share is that of its seat, and the cache is what this leaves: the config's are of the policy.
+    """
     (tmp_path / "judge.jinja").write_text("{{ response }}")
     judge = {"function": "model_judge", "params": {"scorer": "rm", "prompt": f"{tmp_path}/judge.jinja"}}
     config = Config.model_validate(
@@ -328,22 +332,22 @@ def test_a_judge_with_a_gpu_of_its_own_is_no_wider_than_that(tmp_path, monkeypat
             "run": {"name": "r"},
             "model": {"path": "none"},
             "data": {"train": "none.jsonl"},
-            "generator": {"tensor_parallel": 2},
+            "generator": {"tensor_parallel": 2, "gpu_memory_utilization": 0.2, "kv_cache_gib": 3},
             "learner": {"device": "cpu"},
             "scorers": {"rm": {"model": "none", "gpus": gpus}},
             "reward": {"functions": [judge]},
         }
     )
-    widths = []
+    opened = []
 
     async def open_engine(model, generator, *_, **__):
-        widths.append(generator.tensor_parallel)
+        opened.append((generator.tensor_parallel, generator.gpu_memory_utilization, generator.kv_cache_gib))
         raise EngineError("as far as this test goes")
 
     monkeypatch.setattr(scorer_process, "open_engine", open_engine)
     with pytest.raises(EngineError, match="as far"):
-        asyncio.run(scorer_process._score(config, "rm", "ipc://none"))
-    assert widths == [width]
+        asyncio.run(scorer_process._score(config, "rm", "ipc://none", 0.85))
+    assert opened == [(width, 0.85, None)]
 
 
 def test_an_error_of_a_scorer_reaches_the_caller(tmp_path):

@@ -124,6 +124,29 @@ def test_each_conversation_is_rendered_with_its_own_tools_and_calls(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("behind", ["{{ '\\n' }}", "\n{{ eos_token }}"])
+def test_a_score_is_trained_at_the_stop_token_that_ends_an_answer(tmp_path, behind):
+    """Templates write the line's end before the next turn, and some another stop token, behind the last one."""
+    from asyncrl.stages.with_trl import trainer_of
+
+    path = tiny_stage(tmp_path, "rm", trl={"max_length": None})
+    turns = "{% for one in messages %}{{ one.content }}{{ eos_token }}{% endfor %}"
+    (tmp_path / "model/chat_template.jinja").write_text(turns + behind)
+    tokenizer = tmp_path / "model/tokenizer.json"
+    tokenizer.write_text(
+        tokenizer.read_text().replace('"?"', '"\u010a"')
+    )  # how bytes are written: a line's end
+    asked = [{"role": "user", "content": "12+"}]
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("1\n", "2"))
+    for file in ("rm.jsonl", "rm-eval.jsonl"):
+        write_rows(tmp_path / file, [{"prompt": asked, "chosen": chosen, "rejected": rejected}])
+    trainer = trainer_of(*begun(path), transformers.TrainerCallback())
+    ids = trainer.processing_class.convert_tokens_to_ids
+    for rows in (trainer.train_dataset, trainer.eval_dataset):
+        assert rows[0]["chosen_ids"] == ids([*"12+", "<eos>", "1", "\u010a", "<eos>"])
+        assert rows[0]["rejected_ids"] == ids([*"12+", "<eos>", "2", "<eos>"])
+
+
 def improves(tmp_path: Path, stage: str, measure: str, least_gain: float) -> None:
     directory = trained(tiny_stage(tmp_path, stage))
     found = record(directory)

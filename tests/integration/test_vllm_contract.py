@@ -93,7 +93,8 @@ def test_a_gpu_runs_the_newer_model_runner_whatever_transport_and_settings(tmp_p
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_vllm_accepts_the_arguments_of_a_scorer(device):
-    arguments = classifier_args("model", "float32", max_tokens=10_000, device=device)
+    generator = GeneratorConfig(gpu_memory_utilization=0.2, kv_cache_gib=1)
+    arguments = classifier_args("model", "float32", generator, max_tokens=10_000, device=device)
     accepted = AsyncEngineArgs(**arguments)
     assert {name: getattr(accepted, name) for name in arguments} == arguments
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.batch.plan import Plan, PlanSettings
+from asyncrl.batch.masks import PlanSettings
+from asyncrl.batch.plan import Plan
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.sections import BatchConfig

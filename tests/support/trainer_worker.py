@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from asyncrl.batch.masks import PlanSettings
 from asyncrl.batch.packing import TrainSample, deal, microbatch
-from asyncrl.batch.plan import PlanSettings
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.columns import KEPT_COUNTS
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig

@@ -420,6 +420,22 @@ def test_one_gpu_for_all_is_added_up(monkeypatch):
     assert misfit.startswith("GPU 0: ") and "lower learner.tokens_per_microbatch" in misfit
 
 
+def test_a_scorer_without_room_is_a_misfit_whose_cure_is_named():
+    """8 GPUs: an 8B policy fits on 6 ranks, but not next to the scorer, which takes the first GPU by default."""
+    asks = {"function": "model_score", "params": {"scorer": "rm"}}
+
+    def judged(**scorer):
+        sections = {"reward": {"functions": [asks]}, "scorers": {"rm": {"model": "m", **scorer}}}
+        learner = {"ranks": 6, "zero_stage": 3, "gradient_checkpointing": True}
+        return config_of(model={"dtype": "bfloat16"}, learner=learner, **sections)
+
+    plan = planned(judged(gpus=[7]), LLAMA_8B, GPU)
+    assert not plan.misfits and plan["GPU 7"] == int(0.85 * 80 * GIB)
+    (misfit,) = planned(judged(), LLAMA_8B, GPU).misfits
+    assert misfit.startswith("GPU 0: ") and "scorers 32.0 GiB" in misfit, misfit
+    assert "give rm.0 a GPU of its own (`gpus`)" in misfit
+
+
 @pytest.mark.parametrize(
     ("sections", "machine", "said"),
     [

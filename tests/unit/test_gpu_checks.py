@@ -84,7 +84,9 @@ def test_gpus_are_found_by_index_uuid_its_beginning_and_instance():
     assert choose(["MIG-0f1e2d3c-4b5a-5697-8897-a6b5c4d3e2f1"], GPUS, instances) == instances[1:]
     with pytest.raises(DataError, match=r"names 7, but nvidia-smi shows 3 GPUs \(GPU-8932"):
         choose(["7"], GPUS, ())
-    with pytest.raises(DataError, match=r"GPU 2 .* divided by MIG.*name instances in CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        DataError, match=r"GPU 2 .* divided by MIG.*name Device 0 of a GPU in CUDA_VISIBLE_DEVICES"
+    ):
         choose(["2"], GPUS, ())
 
 

@@ -39,7 +39,7 @@ def test_every_rank_holds_every_column_in_group_order(ranks, budget_tokens):
     trainers = [FakeTrainer(meeting, rank) for rank in range(ranks)]
 
     def one(trainer):
-        return measure(trainer, sequences, COLUMNS, budget_tokens=budget_tokens, device=torch.device("cpu"))
+        return measure(trainer, sequences, COLUMNS, replace(SETTINGS, tokens_per_microbatch=budget_tokens))
 
     with ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(one, trainers))
@@ -60,14 +60,7 @@ def test_more_ranks_than_sequences_is_no_special_case():
     with ThreadPoolExecutor(3) as pool:
         results = list(
             pool.map(
-                lambda rank: measure(
-                    FakeTrainer(meeting, rank),
-                    sequences,
-                    {"values_T"},
-                    budget_tokens=99,
-                    device=torch.device("cpu"),
-                ),
-                range(3),
+                lambda rank: measure(FakeTrainer(meeting, rank), sequences, {"values_T"}, SETTINGS), range(3)
             )
         )
     for columns in results:
@@ -90,14 +83,14 @@ def test_nothing_runs_for_nothing():
     trainer = FakeTrainer()
     sequences = PLANNER.assemble(mixed_batch().groups, 5)
     wanted = columns_of({}, {})
-    assert measure(trainer, sequences, wanted, budget_tokens=24, device=torch.device("cpu")) == {}
+    assert measure(trainer, sequences, wanted, SETTINGS) == {}
     assert trainer.events == []
 
 
 def test_a_batch_without_any_action_has_empty_columns():
     batch = mixed_batch()
     sequences = PLANNER.assemble(batch.groups[3:], 5)[1:]
-    columns = measure(FakeTrainer(), sequences, {"values_T"}, budget_tokens=24, device=torch.device("cpu"))
+    columns = measure(FakeTrainer(), sequences, {"values_T"}, SETTINGS)
     assert columns["values_T"].numel() == 0
 
 

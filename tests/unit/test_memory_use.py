@@ -7,8 +7,12 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from asyncrl.builds import CPU
 from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
+from asyncrl.engine.base import Device
+from asyncrl.engine.vllm import args
 from asyncrl.engine.vllm.args import engine_args
+from asyncrl.engine.vllm.classifier import classifier_args
 from asyncrl.errors import ConfigError
 from asyncrl.hosting.machine import Machine
 from asyncrl.hosting.memory_use import (
@@ -290,6 +294,19 @@ def test_an_engine_that_shares_its_gpu_is_told_its_cache_and_does_not_measure(mo
     assert engine_args(
         config.model, on_cpu, config.sampling, config.weights, device="cpu"
     )["kv_cache_memory_bytes"] == GIB  # fmt: skip
+
+
+def test_a_classifier_gets_its_share_of_a_gpu(monkeypatch):
+    def arguments(device: Device, **settings: float) -> dict:
+        return classifier_args("m", "bfloat16", GeneratorConfig(**settings), max_tokens=8, device=device)
+
+    made = arguments("cuda", gpu_memory_utilization=0.4, kv_cache_gib=2)
+    assert made["gpu_memory_utilization"] == 0.4 and made["kv_cache_memory_bytes"] == 2 * GIB
+    assert "kv_cache_memory_bytes" not in arguments("cuda", gpu_memory_utilization=0.4)
+    monkeypatch.setattr(args, "build_of", lambda package: "13.0")
+    assert arguments("cpu")["gpu_memory_utilization"] == args.SMALL_SHARE, "a vLLM for GPUs"
+    monkeypatch.setattr(args, "build_of", lambda package: CPU)
+    assert "gpu_memory_utilization" not in arguments("cpu") and arguments("cpu")["enforce_eager"]
 
 
 def test_deepspeed_gets_the_sizes_of_buffers_that_plan_counts():

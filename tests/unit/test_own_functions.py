@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from asyncrl.algo.shaping import soft_overlong
-from asyncrl.batch.plan import PlanSettings
+from asyncrl.batch.masks import PlanSettings
 from asyncrl.batch.recipe import Recipe
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig

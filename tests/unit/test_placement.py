@@ -75,9 +75,9 @@ def test_generators_leave_the_gpus_of_served_models_free_while_there_are_others(
     assert [seat.gpus for seat in placement.generators] == generators
 
 
-def judged_on(*gpus, **sections):
+def judged_on(*gpus, count=1, **sections):
     functions = [{"function": "model_score", "params": {"scorer": "judge"}}]
-    judge = {"model": "m", "gpus": gpus}
+    judge = {"model": "m", "gpus": gpus, "count": count}
     return config_of(scorers={"judge": judge}, reward={"functions": functions}, **sections)
 
 
@@ -88,14 +88,54 @@ def test_each_model_that_the_run_serves_keeps_its_gpus():
     assert [seat.gpus for seat in placement_of(config, 5).generators] == [(2,), (4,)]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "machine", "count", "scorers", "generators", "rank"),
+    [
+        ((), 1, 1, [0.2], [0.2], 0.57),
+        ((0,), 1, 2, [0.4 / 3] * 2, [0.4 / 3], 0.57),
+        ((), 2, 1, [0.4], [0.85], 0.57),
+        ((1,), 2, 1, [0.85], [0.4], 0.57),
+        ((2,), 3, 1, [0.85], [0.85], 1.0),
+        ((2,), 3, 2, [0.425, 0.425], [0.85], 1.0),
+    ],
+)
+def test_scorers_and_generators_divide_the_gpus_that_they_share(
+    gpus, machine, count, scorers, generators, rank
+):
+    placement = placement_of(judged_on(*gpus, count=count), machine)
+    assert [seat.share for seat in placement.scorers.values()] == pytest.approx(scorers)
+    assert list(placement.scorers) == [f"judge.{index}" for index in range(count)]
+    assert [seat.share for seat in placement.generators] == pytest.approx(generators)
+    assert placement.learner_share == pytest.approx(rank)
+    assert not list(misplaced(judged_on(*gpus, count=count), machine))
+
+
+def test_scorers_are_where_generators_are():
+    config = judged_on(1)
+    assert not placement_of(config, 2, generators=0).scorers
+    assert placement_of(config, 0).scorers["judge.0"].gpus == ()
+    command = placement_of(judged_on(), 1, generators=1, has_learner=False)
+    assert [seat.share for seat in (*command.generators, *command.scorers.values())] == [0.425, 0.425]
+
+
+def test_a_teacher_is_as_wide_as_the_policy_and_a_classifier_takes_one_gpu():
+    teacher = {"path": "t", "scorers": 1}
+    config = judged_on(
+        generator={"tensor_parallel": 2}, algorithm={"advantage": "distill", "reference": teacher}
+    )
+    seats = placement_of(config, 4).scorers
+    assert {name: seat.gpus for name, seat in seats.items()} == {"judge.0": (0,), "teacher.0": (0, 1)}
+
+
 def test_no_gpu_is_given_out_twice_over_and_none_is_shared_without_need():
     """For every machine and run of this size, with the default shares."""
-    axes = (1, 2, 4, 8), (0, 1, 2, 4, 8), (None, 1, 3, 9), (1, 2, 4)
-    for gpus, ranks, count, width in itertools.product(*axes):
+    axes = (1, 2, 4, 8), (0, 1, 2, 4, 8), (None, 1, 3, 9), (1, 2, 4), (0, 1, 3)
+    for gpus, ranks, count, width, scorers in itertools.product(*axes):
         if max(ranks, width) > gpus:
             continue
-        placement = place(gpus, ranks=ranks, generators=count, tensor_parallel=width)
-        seats = [*placement.ranks, *placement.generators]
+        served = {str(index): (index % gpus,) for index in range(scorers)}
+        placement = place(gpus, ranks=ranks, generators=count, tensor_parallel=width, scorers=served)
+        seats = [*placement.ranks, *placement.generators, *placement.scorers.values()]
         assert len(placement.generators) == (count or len(placement.generators)) > 0
         for seat in placement.generators:
             assert len(set(seat.gpus)) == width and max(seat.gpus) < gpus
@@ -108,7 +148,7 @@ def test_no_gpu_is_given_out_twice_over_and_none_is_shared_without_need():
                 assert not there[0].is_shared
         if placement.beside_learner():
             assert gpus - ranks < width
-        if count is None and ranks < gpus and width == 1:
+        if count is None and ranks < gpus and width == 1 and not scorers:
             assert not any(seat.is_shared for seat in seats)
 
 
@@ -151,6 +191,13 @@ def test_explicit_shares_are_kept_and_the_learner_gets_the_rest():
                 "reward": {"functions": [{"function": "model_score", "params": {"scorer": "judge"}}]},
             }, 2,
             "scorers.judge.gpus", "found 3, but this machine shows 2 GPUs (see CUDA_VISIBLE_DEVICES); allowed is 0 to 1",
+        ),
+        (
+            {
+                "generator": {"gpu_memory_utilization": 0.7},
+                "algorithm": {"advantage": "distill", "reference": {"path": "t", "scorers": 1}},
+            }, 1,
+            "generator.gpu_memory_utilization", "beside the learner and scorers (20%), 70% in all; allowed is at most 0.6",
         ),
         (
             {"algorithm": {"advantage": "distill", "reference": {"path": "t", "scorers": 1, "gpus": [1]}}}, 1,

@@ -13,7 +13,8 @@ from asyncrl.algo.advantages import dr_grpo, grpo
 from asyncrl.algo.ranges import is_solved
 from asyncrl.algo.shaping import soft_overlong
 from asyncrl.batch.estimate import Estimator
-from asyncrl.batch.plan import Plan, Planner, PlanSettings
+from asyncrl.batch.masks import PlanSettings
+from asyncrl.batch.plan import Plan, Planner
 from asyncrl.types import Group, Rollout, VersionSpan
 from tests.support.fake_learner import SETTINGS
 

@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from asyncrl import errors
-from asyncrl.launch import roles, scorer_process
+from asyncrl.hosting.machine import Machine
+from asyncrl.hosting.memory_use import ModelShape
+from asyncrl.launch import generator_process, roles, scorer_process
 from tests.support.task_config import config_of
 from tests.support.waiting import turns
 
@@ -117,6 +119,21 @@ def test_a_dead_engine_of_a_scorer_is_the_error_of_its_process(tmp_path, monkeyp
     place = tmp_path if fails == "engine" else tmp_path / "no directory"
     with pytest.raises(errors.EngineError if fails == "engine" else errors.ControlError):
         asyncio.run(scorer_process._score(config, "rm", f"ipc://{place}/socket"))
+
+
+def test_a_scorer_that_its_share_does_not_hold_is_not_started_again(monkeypatch):
+    monkeypatch.setattr(generator_process, "is_installed", lambda: True)
+    machine = Machine(memory_bytes=1 << 30, gpu_bytes=(1 << 30,))
+    monkeypatch.setattr(generator_process, "this_machine", lambda device: machine)
+    sizes = {"layers": 1, "hidden": 1, "intermediate": 1, "query": 1, "kv": 1, "vocabulary": 1}
+    shapes = {"large": ModelShape(parameters=1 << 30, **sizes)}
+    monkeypatch.setattr(generator_process, "read_shape", lambda model: shapes[model.path])
+    asks = {"function": "model_score", "params": {"scorer": "rm"}}
+    config = config_of(
+        reward={"functions": [asks]}, scorers={"rm": {"model": "large"}}, learner={"device": "cpu"}
+    )
+    with pytest.raises(errors.DataError, match=r"large needs more than its share of a GPU, 20%; .*`gpus`"):
+        asyncio.run(scorer_process._score(config, "rm", "ipc://none", 0.2, is_shared=True))
 
 
 def test_code_that_exits_is_a_fault_and_a_stop_passes():

@@ -144,7 +144,10 @@ def broken(stage, change):
         ("rm", lambda rows: rows[2].update(rejected=rows[2]["chosen"]), 3, "chosen and rejected are the same"),
         ("dpo", lambda rows: rows[4].pop("rejected"), 5, "column `rejected` holds nothing; allowed is text"),
         ("sft", lambda rows: rows[1].update(completion=7), 2, "column `completion` holds 7; allowed is text"),
-        ("distil", lambda rows: rows[5].update(prompt=[{"role": "user"}]), 6, "allowed is text, as in the first row"),
+        ("distil", lambda rows: rows[5].update(prompt=[{"role": "user"}]), 6, "allowed is text, as in the first column of the first"),
+        ("dpo", lambda rows: rows[0].update(chosen=[{"role": "user"}]), 1, "column `chosen` holds [{'role': 'user'}]; allowed is text"),
+        ("distil", lambda rows: rows[2].update(tools=[{}]), 3, "column `tools` holds [{}]; allowed is nothing"),
+        ("distil", lambda rows: rows[2].update(chat_template_kwargs={"a": 1}), 3, "`chat_template_kwargs` holds a section"),
         ("sft", lambda rows: rows[0].update(prompt=[{"role": "user", "content": "x"}]), 1, "has no chat template"),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from asyncrl.hosting.children import Family, ProcessSpec
 from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import own_store
+from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run import directory as run_directory
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
@@ -214,6 +215,24 @@ def test_a_container_has_the_cores_of_its_quota(groups, files, cores, monkeypatc
     monkeypatch.setattr(machine, "GROUPS", tmp_path)
     assert machine.share_of_cores() == cores
     assert machine.share_of_cores(2) == max(1, cores // 2)
+
+
+def test_a_scorer_gets_a_share_of_its_gpu_which_it_keeps(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    asks = {"function": "model_score", "params": {"scorer": "rm"}}
+    config = config_of(reward={"functions": [asks]}, scorers={"rm": {"model": "m"}})
+    directory = RunDirectory(tmp_path)
+    (spec,) = scorer_specs(config, directory, config.served)
+    assert spec.argv[-3:] == ["--memory-share", "0.2", "--shared-gpu"]
+    make = up.generator_maker(
+        config, directory, "unix:///s", RunKeys(b"k" * 32).join, learner=placement_of(config, 1).learner_seats
+    )
+    assert make(0, 1, ["learner"]).argv[-3:] == ["--memory-share", "0.2", "--shared-gpu"]
+    with pytest.raises(RunError, match=r"keep 57% for rank 0 of the learner, 20% for rm\.0, 20% for g0"):
+        make(1, 2, ["learner", "g0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (spec,) = scorer_specs(config, directory, config.served)
+    assert "--memory-share" not in spec.argv
 
 
 def test_sides_that_take_turns_have_all_cores_each(monkeypatch, tmp_path):

@@ -63,21 +63,22 @@ def engine_args(
     if device == "cpu":
         # A group shares whole blocks of its prompt. On CPUs vLLM's have 128 tokens: few prompts fill one.
         arguments.setdefault("block_size", 32)
-        if build_of("torch") != CPU:  # vLLM runs on a GPU all the same, and would ask for nearly all of it
-            arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization or SMALL_SHARE
         if generator.threads is not None and generator.tensor_parallel == 1:
             arguments.setdefault("distributed_executor_backend", WITHIN_CORE)
-        return arguments | {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30),
-        }
-    arguments["enforce_eager"] = generator.enforce_eager
-    if generator.gpu_memory_utilization is not None:
-        arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
-    if generator.kv_cache_gib is not None:
-        # vLLM then does not measure the GPU's free memory, which other processes change meanwhile.
-        arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * 2**30)
-    return arguments
+    arguments["enforce_eager"] = generator.enforce_eager or device == "cpu"
+    return arguments | memory_args(generator, device=device)
+
+
+def memory_args(generator: GeneratorConfig, *, device: Device) -> dict[str, Any]:
+    """Keyword arguments for the memory of an engine, or of a classifier."""
+    share, kv_gib = generator.gpu_memory_utilization, generator.kv_cache_gib
+    if device == "cpu":
+        # A vLLM for GPUs runs on one all the same, and would ask for nearly all of it.
+        share = None if build_of("torch") == CPU else share or SMALL_SHARE
+        kv_gib = kv_gib or CPU_KV_CACHE_GIB
+    # With a size of the cache vLLM does not measure free memory, which other processes change meanwhile.
+    sizes = {"gpu_memory_utilization": share, "kv_cache_memory_bytes": kv_gib and int(kv_gib * 2**30)}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def adapter_args(settings: Mapping[str, Any]) -> dict[str, Any]:

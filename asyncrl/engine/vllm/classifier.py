@@ -6,19 +6,20 @@ from typing import Any
 
 from asyncrl.config.sections import GeneratorConfig
 from asyncrl.engine.base import Device
-from asyncrl.engine.vllm.args import STEP_TOKENS, WITHIN_CORE, set_environment
+from asyncrl.engine.vllm.args import STEP_TOKENS, WITHIN_CORE, memory_args, set_environment
 from asyncrl.errors import EngineError
 from asyncrl.files import plain_path
-from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
 
 Score = Callable[[list[int]], Awaitable[float]]
 # Sequences of one step of the engine: as many as a generator asks about at the same time.
 CALLS_AT_ONCE = 256
 
 
-def classifier_args(model: str, dtype: str, *, max_tokens: int, device: Device) -> dict[str, Any]:
+def classifier_args(
+    model: str, dtype: str, generator: GeneratorConfig, *, max_tokens: int, device: Device
+) -> dict[str, Any]:
     """Keyword arguments of vLLM's engine."""
-    arguments: dict[str, Any] = {
+    return {
         "model": plain_path(model),
         "dtype": dtype,
         "runner": "pooling",
@@ -28,10 +29,8 @@ def classifier_args(model: str, dtype: str, *, max_tokens: int, device: Device) 
         "max_num_seqs": CALLS_AT_ONCE,
         "max_num_batched_tokens": max(STEP_TOKENS[device], max_tokens),
         "disable_log_stats": True,
-    }
-    if device == "cpu":
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": int(CPU_KV_CACHE_GIB * 2**30)}
-    return arguments
+        "enforce_eager": device == "cpu",
+    } | memory_args(generator, device=device)
 
 
 def open_classifier(
@@ -44,13 +43,16 @@ def open_classifier(
     from vllm.inputs import tokens_input
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = classifier_args(model, dtype, max_tokens=max_tokens, device=device)
+    arguments = classifier_args(model, dtype, generator, max_tokens=max_tokens, device=device)
     if device == "cpu" and generator.threads is not None:
         arguments["distributed_executor_backend"] = WITHIN_CORE
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    numbers = itertools.count()
+    numbers, pad = itertools.count(), getattr(llm.model_config.hf_text_config, "pad_token_id", None)
 
     async def score(token_ids: list[int]) -> float:
+        # Training reads the last token that does not pad, also where the token that ends an answer pads.
+        while len(token_ids) > 1 and token_ids[-1] == pad:
+            token_ids = token_ids[:-1]
         # The model's number itself: after the sigmoid, all good answers would be near 1.
         params = PoolingParams(task="classify", use_activation=False)
         output = None
