@@ -127,7 +127,7 @@ def test_a_scorer_that_its_share_does_not_hold_is_not_started_again(monkeypatch)
     monkeypatch.setattr(generator_process, "this_machine", lambda device: machine)
     sizes = {"layers": 1, "hidden": 1, "intermediate": 1, "query": 1, "kv": 1, "vocabulary": 1}
     shapes = {"large": ModelShape(parameters=1 << 30, **sizes)}
-    monkeypatch.setattr(generator_process, "read_shape", lambda model: shapes[model.path])
+    monkeypatch.setattr(generator_process, "read_model", lambda model: (None, shapes[model.path]))
     asks = {"function": "model_score", "params": {"scorer": "rm"}}
     config = config_of(
         reward={"functions": [asks]}, scorers={"rm": {"model": "large"}}, learner={"device": "cpu"}
