@@ -106,7 +106,7 @@ def test_vllm_takes_no_path_of_a_model_for_a_pattern(name, tmp_path, monkeypatch
     sections = GeneratorConfig(), SamplingConfig(), WeightsConfig()
     for given in (
         engine_args(ModelConfig(path=name), *sections, device="cpu"),
-        classifier_args(name, "float32", max_tokens=8, device="cpu"),
+        classifier_args(name, "float32", GeneratorConfig(), max_tokens=8, device="cpu"),
     ):
         (found,) = glob(f"{given['model']}/*.safetensors")
         assert Path(found).samefile(tmp_path / name / "model.safetensors")
