@@ -27,7 +27,7 @@ SMALLER = {
     "python -m bench.transfer --transport slot": "python -m bench.transfer --transport slot --mib 8 --rounds 2",
     "python -m bench.fanout": "python -m bench.fanout --hosts 1 2 --mib 4 --rounds 1",
     "python -m bench.fp8 --model MODEL": "python -m bench.fp8 --model build/quickstart/model --probes 2",
-    "python -m bench.peers --seeds 0 1 2 3": "python -m bench.peers --seeds 0 1 2 3 --show",
+    "python -m bench.peers": "python -m bench.peers --show",
     "python -m bench.maths MATH500.jsonl GSM8K.jsonl": "python -m bench.maths build/quickstart/train.jsonl",
     "python -m bench.dashboard --generators 64 --steps 2000": "python -m bench.dashboard --steps 20 --seconds 1",
 }
