@@ -218,7 +218,7 @@ def claimed(
     """
     with needing(directory.path):
         is_host = isinstance(config, Config) and config.cluster.kind is not None
-        require_not_up(directory, fresh=fresh, wait_s=LEASE_S * is_host)
+        require_not_up(directory, fresh=fresh, wait_s=LEASE_S if is_host else 0.0)
         is_begun = directory.config.exists() and not fresh
         if is_begun and is_stage(directory.config) == isinstance(config, Config):
             found = "a run of `asyncrl up`" if not isinstance(config, Config) else "a stage"

@@ -37,7 +37,9 @@ class Seat:
     @property
     def options(self) -> list[str]:
         """Return the options of a generator or scorer that runs there."""
-        return ["--memory-share", f"{self.share:g}", *["--shared-gpu"] * self.is_shared] * bool(self.gpus)
+        if not self.gpus:
+            return []
+        return ["--memory-share", f"{self.share:g}", *(["--shared-gpu"] if self.is_shared else [])]
 
     def meets(self, other: "Seat") -> bool:
         """Return whether both have a GPU in common."""
@@ -257,8 +259,9 @@ def _shares_too_large(config: Config, placement: Placement) -> Iterator[Mistake]
         scorers = sum(seat.share for seat in placement.scorers.values() if gpu in seat.gpus)
         allowed = (1 - MARGIN - LEAST_LEARNER_SHARE if has_learner else 1.0) - scorers
         if count * share > allowed:
-            users = ["the learner"] * has_learner + [f"scorers ({scorers:.0%})"] * (scorers > 0)
-            beside = " beside " * bool(users) + " and ".join(users)
+            users = ["the learner"] if has_learner else []
+            users += [f"scorers ({scorers:.0%})"] if scorers else []
+            beside = f" beside {' and '.join(users)}" if users else ""
             yield Mistake(
                 ("generator.gpu_memory_utilization", "generator.count", "learner.ranks"),
                 f"found {share:g} for each of {count} generators on GPU {gpu}{beside}, {count * share:.0%} "

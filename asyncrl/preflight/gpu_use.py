@@ -59,7 +59,7 @@ def gpu_uses(
             use.has_rank = True
             # Only the first rank publishes.
             use.parts += [part for part in rank if not (number and part.name in (SLOTS, SENDER))]
-            use.parts += [Part("to spare", int(MARGIN * use.total_bytes))] * seat.is_shared
+            use.parts += [Part("to spare", int(MARGIN * use.total_bytes))] if seat.is_shared else []
             use.users.append(f"a rank and {MARGIN:.0%} to spare" if seat.is_shared else "a rank")
     for number, seat in enumerate(placement.generators):
         for use in (uses[index] for index in seat.gpus):
@@ -76,10 +76,10 @@ def gpu_uses(
             uses[seat.gpus[0]].parts.append(Part(RECEIVER, receiver))
             uses[seat.gpus[0]].users.append(f"the {RECEIVER}")
     for name, seat in placement.scorers.items():
-        for use in (uses[index] for index in seat.gpus):
-            cures = [f"give {name} a GPU of its own (`gpus`)"]
-            use.parts.append(Part("scorers", int(seat.share * use.total_bytes), cures=cures))
-            use.users.append(f"{seat.share:.0%} for {name}")
+        for index in seat.gpus:
+            size, cures = seat.share * uses[index].total_bytes, [f"give {name} a GPU of its own (`gpus`)"]
+            uses[index].parts.append(Part("scorers", int(size), cures=cures))
+            uses[index].users.append(f"{seat.share:.0%} for {name}")
     for use in uses:
         if others := machine.used_by_others(use.index):
             use.parts.append(Part(OTHERS, others))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55251,
+    "lines of the package": 55254,
     "modules": 377,
     "public functions and classes": 1473,
     "modules of ours that a module imports, at most": 36,
