@@ -28,6 +28,8 @@ from tests.support.whole_run import steps, tiny_run
 PROBLEM = reward_sandbox((), Path("runs")).problem()
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 WAIT_S = 400.0
+# So many that a generator which loads its model late still takes part.
+STEPS = 60
 VERSIONS = ("1.29", "1.34", "1.37")
 
 
@@ -142,6 +144,7 @@ def pods(tmp_path: Path) -> Iterator[tuple[Pod, Pod]]:
     with tiny_run(project) as config:
         values = yaml.safe_load(config.read_text().replace(f"{project}/", "./"))
         values["cluster"] = {"kind": "kubernetes", "image": "none"}
+        values["learner"]["steps"] = STEPS
         store, control = free_ports(2)
         values["store"], values["control"] = (
             {"bind": f"tcp://auto:{store}"},
@@ -186,7 +189,7 @@ def test_processes_with_what_the_manifests_mount_train_together(pods: tuple[Pod,
 
     ready, members = list[bool](), set[str]()
     wait_until(is_over, WAIT_S, said)
-    assert steps(run) == [*range(1, 7)]
+    assert steps(run) == [*range(1, STEPS + 1)]
     assert ready[0] is False and True in ready
     assert members == {"whole-generators-1-y.g0", "whole-generators-1-y.g1"}
     [key] = [path.read_text() for path in (learner.volumes / "keys").iterdir()]
