@@ -157,7 +157,8 @@ class Generator:
         """Lease tickets that there is room for, and start to sample them. Return their number."""
         room = self._duty.room(sum(sum(held.values()) for held in self._held.values()))
         # A group of an evaluation may be larger than those of training, which would take each place first.
-        count = min(max(room // lane.sequences, room > 0 and lane is not self.lanes[-1]), TICKETS_PER_LEASE)
+        least = int(room > 0 and lane is not self.lanes[-1])
+        count = min(max(room // lane.sequences, least), TICKETS_PER_LEASE)
         if self._weights.version < 0 or (count < 1 and any(self._held.values())):
             return 0
         lease = await asyncio.to_thread(lane.buffer.lease, self._holder, max(count, 1))

@@ -11,12 +11,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hiredis import pack_command
 from numpy.typing import ArrayLike
 
 from asyncrl import generator as generator_module
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.algo.trainable import GroupLimits
-from asyncrl.buffer.base import BufferRules, PutOutcome
+from asyncrl.buffer.base import BufferRules, Lease, PutOutcome
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
@@ -66,6 +67,14 @@ class Control:
 
     async def leave(self) -> None:
         self.events.append("leave")
+
+
+class Packing(MemoryBuffer):
+    """Refuses what the client of a real store cannot send, such as a bool."""
+
+    def lease(self, holder: str, count: int) -> Lease:
+        pack_command((holder, count))
+        return super().lease(holder, count)
 
 
 class Rewards:
@@ -241,12 +250,10 @@ def test_until_a_group_is_handed_over_what_is_trained_comes_before_the_evaluatio
 def test_a_group_of_an_evaluation_that_is_larger_than_those_of_training_does_not_wait_for_their_end():
     """It needs all places of the engine, and groups of training take each one that becomes free."""
     world = World(max_running=4 * G, max_lag=99, token_s=0.5)
-    asked = MemoryBuffer(BufferRules(groups=8, lease_s=30.0, max_attempts=2))
+    asked = Packing(BufferRules(groups=8, lease_s=30.0, max_attempts=2))
     asked.recover(Ledger(), version=0, limit=0)
     (train,) = world.generator.lanes
-    evaluation = replace(
-        train, name="eval", buffer=asked.peer(), limits=replace(train.limits, rollouts=4 * G)
-    )
+    evaluation = replace(train, name="eval", buffer=asked, limits=replace(train.limits, rollouts=4 * G))
     world.generator = replace(world.generator, lanes=[evaluation, train])
 
     async def script(world: World) -> None:
