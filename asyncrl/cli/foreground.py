@@ -40,7 +40,7 @@ def run_here(
     config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None
 ) -> int:
     """Run as `commands.up` does until the end or a stop, and return the exit status. Raises RunError."""
-    directory, lines = RunDirectory(config.run.directory), plain or not Dashboard.fits(Console())
+    directory, lines = RunDirectory(config.run.directory), _as_lines(plain)
     saved = None if fresh else read_saved(directory)
     if not fresh and (reason := nothing_left(config, directory, saved)):
         typer.echo(reason)
@@ -56,7 +56,7 @@ def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[
 
     With `command` only submit the job that does so.
     """
-    directory, lines = RunDirectory(config.run.directory), plain or not Dashboard.fits(Console())
+    directory, lines = RunDirectory(config.run.directory), _as_lines(plain)
     if not fresh and (reason := nothing_left(config, directory, read_saved(directory))):
         typer.echo(reason)
         return 0
@@ -71,7 +71,7 @@ def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[
 
 def stage_here(config: StageConfig, *, fresh: bool, plain: bool) -> int:
     """Run a stage as `commands.stage` does until the end or a stop, and return the exit status."""
-    directory, lines = RunDirectory(config.run.directory), plain or not Dashboard.fits(Console())
+    directory, lines = RunDirectory(config.run.directory), _as_lines(plain)
     fixed = fixed_values(config)
     if not fresh and is_finished(directory):
         refuse_changed_stage(config, directory, fixed)
@@ -79,6 +79,10 @@ def stage_here(config: StageConfig, *, fresh: bool, plain: bool) -> int:
         return 0
     with started_stage(config, fixed, fresh=fresh, console=lines) as run:
         return _watched(run, directory, lines=lines)
+
+
+def _as_lines(plain: bool) -> bool:
+    return plain or not Dashboard.fits(Console())
 
 
 def _watched(run: StartedRun, directory: RunDirectory, *, lines: bool) -> int:
