@@ -46,7 +46,7 @@ from asyncrl.run.lock import RunLock, holder_of, is_locked
 from asyncrl.run.saved import Saved, refuse_changes
 from asyncrl.run.starts import CODE_VARIABLE, code_of, read_starts
 from asyncrl.telemetry.logs import setup_logging
-from asyncrl.telemetry.status import read_status, write_status
+from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 
 LEASE_S = 180.0  # NFSv4 keeps the locks of a host that has died, by default for 90 s
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
@@ -175,9 +175,24 @@ def last_status(directory: RunDirectory, may_fail: BestEffort) -> Iterator[None]
         raise
     finally:
         with may_fail("the last status"):
-            status = read_status(directory.status)
-            if status and status.state not in ("finished", state):
+            status = read_status(directory.status) or _unwritten(directory)
+            if status.state not in ("finished", state):
                 write_status(directory.status, replace(status, state=state, message=message))
+
+
+def _unwritten(directory: RunDirectory) -> StatusSnapshot:
+    """Return the status of a learner that ended before it wrote one: it has trained nothing in this start."""
+    step, now_s = max(directory.saved_steps(), default=0), time.time()
+    return StatusSnapshot(
+        run=directory.path.name,
+        state="starting",
+        step=step,
+        total_steps=0,
+        version=step,
+        started_at=now_s,
+        updated_at=now_s,
+        pid=0,
+    )
 
 
 def require_not_up(directory: RunDirectory, *, fresh: bool, wait_s: float = 0.0) -> None:

@@ -905,6 +905,20 @@ def test_retries_of_equal_calls_get_an_answer_each():
     serve(talk, play)
 
 
+def test_the_retries_of_the_last_of_equal_calls_get_its_answer():
+    words = [replace(TEXT, text=f"answer {number}") for number in range(3)]
+
+    async def play(endpoint, episode):
+        async def text(**headers) -> str:
+            answer = await post(endpoint, episode.key, {"messages": QUESTION}, **headers)
+            return answer.json()["choices"][0]["message"]["content"]
+
+        told = [await text() for _ in range(3)]
+        assert [await text(x_stainless_retry_count=number) for number in "12"] == [told[2]] * 2
+
+    serve(ScriptedTalk(*words), play)
+
+
 def test_the_retry_of_a_call_that_was_refused_is_a_new_call(monkeypatch):
     monkeypatch.setattr(open_episodes, "MOST_CALLS", 1)
     talk = ScriptedTalk(TEXT, CUT)

@@ -110,11 +110,16 @@ def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path, monke
         ("training", HANG, True, "stopped", "asked to stop"),
         ("failed", HANG, True, "stopped", "asked to stop"),
         ("finished", "", False, "finished", ""),
+        # The learner ended before it had written one.
+        (None, "sys.exit(2)", False, "failed", "learner refused to start"),
+        (None, HANG, True, "stopped", "asked to stop"),
     ],
 )
 def test_the_last_status_says_how_the_run_ended(before, program, asks, after, message, tmp_path):
     directory = RunDirectory(tmp_path)
-    write_status(directory.status, snapshot(state=before))
+    (directory.checkpoints / "step-000003").mkdir(parents=True)
+    if before:
+        write_status(directory.status, snapshot(state=before, step=3))
     spec = ProcessSpec(
         name="learner",
         argv=[sys.executable, "-c", f"import os, sys\n{program}"],
@@ -131,7 +136,7 @@ def test_the_last_status_says_how_the_run_ended(before, program, asks, after, me
             supervisor.request_stop("SIGTERM")
         supervisor.run(tend)
     status = read_status(directory.status)
-    assert status.state == after and status.message.startswith(message)
+    assert status.state == after and status.message.startswith(message) and status.step == 3
 
 
 @pytest.mark.parametrize(("error", "after"), [(None, "stopped"), (RunError("the host is lost"), "failed")])

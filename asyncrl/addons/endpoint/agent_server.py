@@ -140,7 +140,7 @@ class Endpoint:
                     dialect,
                     call,
                     digest=hashlib.blake2b(f"{path} {train} ".encode() + body).digest(),
-                    is_retry=headers.get("x-stainless-retry-count", "0") != "0",
+                    retry=headers.get("x-stainless-retry-count", "0"),
                     train=train,
                 )
             )

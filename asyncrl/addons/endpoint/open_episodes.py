@@ -83,18 +83,17 @@ class OpenEpisode:
         self.overridden += bool(call.overridden or call.constraints)
         return call
 
-    async def answer(
-        self, dialect: Dialect, call: Call, *, digest: bytes, is_retry: bool, train: bool
-    ) -> Json:
+    async def answer(self, dialect: Dialect, call: Call, *, digest: bytes, retry: str, train: bool) -> Json:
         """Return the answer. Raises Refused.
 
-        A retry, which has its call's `digest`, gets that call's answer, also if still in progress; retries of
-        equal calls get one each. A call whose connection is lost continues, so that a retry finds it.
+        A `retry`, the first of which is "1", has its call's `digest` and gets that call's answer, also if
+        still in progress; retries of equal calls get one each, and the newest call comes first. A call whose
+        connection is lost continues, so that a retry finds it.
         """
-        same, was_refused = self._recent.get(digest), is_retry and self._unbegun[digest] > 0
-        if is_retry and same and not was_refused:
+        same, was_refused = self._recent.get(digest), retry != "0" and self._unbegun[digest] > 0
+        if retry != "0" and same and not was_refused:
+            same.rotate(retry == "1")  # the newest comes to the front, where a second retry finds it
             task = same[0]
-            same.rotate(-1)
             self.retries += 1
         else:
             if len(self._running) >= MOST_CALLS:
