@@ -25,11 +25,8 @@ def pipeline(
     links = planned(*required_config(words, config))
     for number, link in enumerate(links, start=1):
         typer.echo(f"{number} of {len(links)}: {link.file}")
-        if link.is_stage:
-            status = run_stage(link.file, link.overrides, fresh=fresh, plain=plain)
-        else:
-            status = run_up(link.file, link.overrides, fresh=fresh, plain=plain)
-        if status:
+        run = run_stage if link.is_stage else run_up
+        if status := run(link.file, link.overrides, fresh=fresh, plain=plain):
             raise typer.Exit(status)
 
 
