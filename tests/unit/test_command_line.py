@@ -15,6 +15,7 @@ from urllib.request import proxy_bypass
 import pytest
 
 from asyncrl import __version__
+from asyncrl.cli import series
 from asyncrl.cli.arguments import required_config
 from asyncrl.cli.main import main
 from asyncrl.config.load import read_draft
@@ -236,6 +237,14 @@ def test_there_are_enough_of_them():
 )
 def test_a_config_and_its_overrides_in_every_way_people_write_them(line, typed):
     assert typed(line) == (0, "task.yaml: fine\n", "")
+
+
+def test_a_sweep_asks_for_the_library_of_its_page_before_it_trains(typed, monkeypatch):
+    begun = []
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr(series, "run_up", lambda *arguments, **_: begun.append(arguments) or 0)
+    status, out, said = typed("sweep task.yaml learner.steps=1,2")
+    assert (status, out, begun) == (2, "", []) and "pip install 'asyncrl[report]'" in said
 
 
 @pytest.mark.parametrize("line", ["-h", "--help", "up -h", "reward test -h"])
