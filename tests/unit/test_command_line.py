@@ -104,6 +104,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "found `other.yaml` in addition to the config task.yaml",
         "leave it out",
     ),
+    "validate --config task.yaml --config other.yaml": ("`--config` 2 times", "one YAML file", "`extends`"),
+    "generator -c task.yaml --config=other.yaml": ("`--config` 2 times", "one YAML file", "`extends`"),
     # the file
     "validate nowhere.yaml": ("cannot read nowhere.yaml", "No such file", "give the path of a YAML file"),
     "validate a\x1b[2J.yaml": ("cannot read a␛[2J.yaml", "give the path of a YAML file"),
