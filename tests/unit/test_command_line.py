@@ -308,9 +308,10 @@ def test_no_proxy_of_the_internet_is_asked_for_services_of_this_host(given, type
 
 
 def test_output_that_cannot_be_written_or_is_closed(project):
-    script = f"{shlex.join(ASYNCRL)} version > /dev/full; echo $?; {shlex.join(ASYNCRL)} version >&-; echo $?"
+    lines = ("version > /dev/full", "version >&-", "validate absent.yaml 2>&-", "init new <&- >&2")
+    script = "\n".join(f"{shlex.join(ASYNCRL)} {line}; echo $?" for line in lines)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "2\n0\n" and "No space left on device; free some space" in done.stderr
+    assert done.stdout == "2\n0\n2\n0\n" and "No space left on device; free some space" in done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
