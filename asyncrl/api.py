@@ -102,10 +102,13 @@ class Run:
         status = self.status()
         if self._process and (message := self._process.failure()):
             raise RunError(message)
-        # A supervisor that was killed has written no last state, also if a stop took too long.
-        is_lost = status and not status.is_final and not self._directory.stopping.exists()
-        if not self._process and status and (status.state == "failed" or is_lost):
-            raise RunError(f"{self.directory}: {status.message or 'the run failed; see its logs'}")
+        # A supervisor that was killed has written no last state, also if a stop took too long. One whose
+        # learner could not load has written none at all.
+        has_ended = (status and status.is_final) or self._directory.stopping.exists()
+        is_lost = not has_ended and (status or self._directory.was_up)
+        if not self._process and (is_lost or (status and status.state == "failed")):
+            message = status.message if status else ""
+            raise RunError(f"{self.directory}: {message or 'the run failed; see its logs'}")
         finished = status is not None and status.state == "finished"
         return Result(directory=self.directory, is_finished=finished, step=status.step if status else 0)
 

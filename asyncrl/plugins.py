@@ -13,13 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# Module of a file -> when the file that was run was last modified. The kernel of a notebook outlives edits.
+_run: dict[str, int] = {}
+
 
 def load(target: str) -> Callable[..., Any]:
     """Return the function or class that `target` names. Raises ImportError, which says what failed and where.
 
     A file is run once per process, however many of its functions are named, and also if another module
-    imports it. Its directory, and the working directory for a module, join the import path at its end: no
-    file there replaces a library's module of the same name.
+    imports it; once more when it was edited. Its directory, and the working directory for a module, join the
+    import path at its end: no file there replaces a library's module of the same name.
     """
     place, _, name = target.rpartition(":")
     is_file = place.endswith(".py")
@@ -75,12 +78,13 @@ def is_stop(error: BaseException) -> bool:
 
 
 def _from_file(path: Path) -> ModuleType:
-    name = path.stem if _is_module_at(path) else str(path)
-    if name in sys.modules:
+    name, changed_ns = path.stem if _is_module_at(path) else str(path), path.stat().st_mtime_ns
+    if name in sys.modules and _run.get(name, changed_ns) == changed_ns:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    _run[name] = changed_ns
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -46,7 +46,10 @@ def named(text: object) -> str:
 
 
 def plain_overrides(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with every override as KEY=VALUE."""
+    """Return the command line with every override as KEY=VALUE. Raises ConfigError, also for two configs."""
+    if (count := sum(re.match(r"-c|--config(=|$)", word) is not None for word in arguments)) > 1:
+        cure = "its key `extends` names files that it is merged onto"
+        raise ConfigError(f"found `--config` {count} times; allowed is one YAML file; {cure}")
     rest, plain = list(arguments), []
     while rest:
         word = rest.pop(0)

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -46,8 +46,6 @@ def run_here(
         typer.echo(reason)
         return 0
     with started(config, saved, fresh=fresh, generators=generators, console=lines, join_key=join_key) as run:
-        for line in run.how_to_join:
-            typer.echo(line)
         return _watched(run, directory, lines=lines)
 
 
@@ -85,10 +83,20 @@ def _as_lines(plain: bool) -> bool:
     return plain or not Dashboard.fits(Console())
 
 
+class _Screen(Console):
+    """A console of a run, which goes on if the reader of its output leaves, as in `asyncrl up | head`."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 def _watched(run: StartedRun, directory: RunDirectory, *, lines: bool) -> int:
     """Show a run until its end or a stop, then its result, and return the exit status."""
-    may_fail = BestEffort()
-    view = viewer(directory.path, Console(), lines=lines, since=time.time())
+    may_fail, screen = BestEffort(), _Screen()
+    for line in run.how_to_join:
+        screen.out(line, highlight=False)
+    view = viewer(directory.path, screen, lines=lines, since=time.time())
     with view as show, stop_on_signals(run.supervisor) as stopped:
 
         def on_tick() -> None:
@@ -135,7 +143,7 @@ def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
 def show_result(directory: RunDirectory, *, finished: bool) -> None:
     """Print results before and after training, a few samples, the run directory, and the next commands."""
     state, path = read_state(directory.path), directory.path
-    console = Console(highlight=False)
+    console = _Screen(highlight=False)
     console.print()
     shown = set()  # a reward of 0 or 1 is, on average, the accuracy
     for name in [name for wanted in RESULTS for name in of_sets(wanted, state.history.names)]:

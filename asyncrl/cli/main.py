@@ -24,6 +24,9 @@ def main() -> None:
     if (direct := os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "") != "*":
         hosts = dict.fromkeys([*filter(None, direct.split(",")), "localhost", "127.0.0.1", "::1"])
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(hosts)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by 2>&-: a file of ours would take its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
     sys.unraisablehook = _unraisable
     status = INTERRUPTED
     try:
@@ -39,15 +42,15 @@ def main() -> None:
 
 
 def _status(arguments: list[str]) -> int:
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")  # a terminal without `±` in its encoding shows `?`
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without `±` in its encoding shows `?`.
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     output = _output()
     try:
         from asyncrl.cli.app import COMPLETION, run
 
         status = run(arguments, completes=COMPLETION in os.environ)
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except Exception as error:  # noqa: BLE001 - the outermost handler, which reports the error
         if _interrupted:  # a library turned the KeyboardInterrupt into an error of its own
             return INTERRUPTED
@@ -104,7 +107,7 @@ def _reader_left() -> bool:
 
 def _give_up_output_that_fails() -> None:
     """Redirect output that cannot be written to /dev/null: Python would try again at exit and report it."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:

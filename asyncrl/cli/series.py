@@ -7,7 +7,7 @@ import typer
 
 from asyncrl.cli.arguments import ConfigOption, Words, required_config
 from asyncrl.cli.running import Fresh, Plain, run_stage, run_up
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, from_extra
 
 app = typer.Typer()
 
@@ -25,11 +25,8 @@ def pipeline(
     links = planned(*required_config(words, config))
     for number, link in enumerate(links, start=1):
         typer.echo(f"{number} of {len(links)}: {link.file}")
-        if link.is_stage:
-            status = run_stage(link.file, link.overrides, fresh=fresh, plain=plain)
-        else:
-            status = run_up(link.file, link.overrides, fresh=fresh, plain=plain)
-        if status:
+        run = run_stage if link.is_stage else run_up
+        if status := run(link.file, link.overrides, fresh=fresh, plain=plain):
             raise typer.Exit(status)
 
 
@@ -55,6 +52,8 @@ def sweep(
     trials, failed = swept(file, overrides, seeds), list[Path]()
     for trial in trials:
         validated_config(file, trial.overrides, resumes=True, on_hosts=True)
+    with from_extra("report"):  # the page needs it, after hours
+        import plotly  # noqa: F401
     for number, trial in enumerate(trials, start=1):
         typer.echo(f"{number} of {len(trials)}: {trial.directory.path}")
         try:

@@ -257,11 +257,13 @@ def override(model: type[Part], text: str) -> Node:
     node, problems = parse(value, file=place, line_numbers=False)
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
-    read = yaml.compose(value, Loader=_Loader) if "#" in value else None
-    if value.lstrip()[:1] == "#" or (read and read.end_mark.index < len(value.rstrip())):
-        if read and not (isinstance(read, yaml.ScalarNode) and read.style is None):
+    read = yaml.compose(value, Loader=_Loader) if {"#", "\n"} & {*value.strip()} else None
+    is_plain = isinstance(read, yaml.ScalarNode) and read.style is None
+    is_cut = read and read.end_mark.index < len(value.rstrip())
+    if value.lstrip()[:1] == "#" or is_cut or (is_plain and "\n" in value):
+        if read and not is_plain:
             raise ConfigError(f"{place}  found text behind the value, beginning with `#`; leave it out")
-        node = Node(value.strip(), place)  # a command line has no comments
+        node = Node(value.strip(), place)  # a command line has no comments, and folds no lines
     for part in reversed(path.split(".")):
         node = Node({int(part) if part.isdecimal() else part: node}, place)
     return _spelled_out(model, node)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
-from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -136,10 +135,11 @@ class RunDirectory:
     def _refuse_named(self, config: str) -> None:
         for keys, node in parse(config, file="")[0].walk():
             value = node.value if isinstance(node.value, str) else ""
-            # A function has its file before the colon. A pattern may also be the name of a file.
-            names = (value, value.rpartition(":")[0])
-            files = [[name] if os.path.lexists(name) else glob(name, recursive=True) for name in names]
-            for parents in (Path(file).resolve().parents for file in chain(*files)):
+            # A function has its file before the colon. Only rows have patterns; a file may be named like one.
+            files = [name for name in (value, value.rpartition(":")[0]) if os.path.lexists(name)]
+            if keys[:1] == ("data",) and keys[-1] in ("train", "eval", "path"):
+                files += glob(value, recursive=True)
+            for parents in (Path(file).resolve().parents for file in files):
                 if self.path.resolve() in parents and self.given.resolve() not in parents:
                     found = f"{'.'.join(map(str, keys))}: found {node.value}, which --fresh would delete"
                     raise RunError(f"{found}; copy or export it to another place, or choose another run.name")

@@ -15,6 +15,7 @@ from urllib.request import proxy_bypass
 import pytest
 
 from asyncrl import __version__
+from asyncrl.cli import series
 from asyncrl.cli.arguments import required_config
 from asyncrl.cli.main import main
 from asyncrl.config.load import read_draft
@@ -103,6 +104,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "found `other.yaml` in addition to the config task.yaml",
         "leave it out",
     ),
+    "validate --config task.yaml --config other.yaml": ("`--config` 2 times", "one YAML file", "`extends`"),
+    "generator -c task.yaml --config=other.yaml": ("`--config` 2 times", "one YAML file", "`extends`"),
     # the file
     "validate nowhere.yaml": ("cannot read nowhere.yaml", "No such file", "give the path of a YAML file"),
     "validate a\x1b[2J.yaml": ("cannot read a␛[2J.yaml", "give the path of a YAML file"),
@@ -238,6 +241,14 @@ def test_a_config_and_its_overrides_in_every_way_people_write_them(line, typed):
     assert typed(line) == (0, "task.yaml: fine\n", "")
 
 
+def test_a_sweep_asks_for_the_library_of_its_page_before_it_trains(typed, monkeypatch):
+    begun = []
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr(series, "run_up", lambda *arguments, **_: begun.append(arguments) or 0)
+    status, out, said = typed("sweep task.yaml learner.steps=1,2")
+    assert (status, out, begun) == (2, "", []) and "pip install 'asyncrl[report]'" in said
+
+
 @pytest.mark.parametrize("line", ["-h", "--help", "up -h", "reward test -h"])
 def test_help_is_found(line, typed):
     status, out, said = typed(line)
@@ -297,9 +308,10 @@ def test_no_proxy_of_the_internet_is_asked_for_services_of_this_host(given, type
 
 
 def test_output_that_cannot_be_written_or_is_closed(project):
-    script = f"{shlex.join(ASYNCRL)} version > /dev/full; echo $?; {shlex.join(ASYNCRL)} version >&-; echo $?"
+    lines = ("version > /dev/full", "version >&-", "validate absent.yaml 2>&-", "init new <&- >&2")
+    script = "\n".join(f"{shlex.join(ASYNCRL)} {line}; echo $?" for line in lines)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "2\n0\n" and "No space left on device; free some space" in done.stderr
+    assert done.stdout == "2\n0\n2\n0\n" and "No space left on device; free some space" in done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 

@@ -326,10 +326,25 @@ def test_an_advantage_that_cannot_be_loaded_hides_no_other_mistake(tmp_path: Pat
     assert "run.yaml:7  algorithm.advantage.name: cannot load `absent.py:f`: absent.py does not" in lines[0]
 
 
-@pytest.mark.parametrize("value", ["a#b", '"### {x}"', "'a # b'", '"#"  ', "### {x}", "a # b", "a #b #c "])
-def test_a_hash_of_an_override_is_text(value: str) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("a#b", '"### {x}"', "'a # b'", '"#"  ', "### {x}", "a # b", "a #b #c "),
+        *("two\nlines", "a\n\nb\n", "a\n  b", "# a\nb"),
+    ],
+)
+def test_a_hash_and_a_line_end_of_an_override_are_text(value: str) -> None:
     found = document.override(Config, f"data.system={value}").plain()
     assert found == {"data": {"system": value.strip().strip("'\"")}}
+
+
+def test_an_override_of_several_lines_is_still_yaml() -> None:
+    def value_of(text: str) -> object:
+        return document.override(Config, f"data.system={text}").plain()["data"]["system"]
+
+    assert value_of("- a\n- b\n") == ["a", "b"] and value_of("a: 1\nb: 2") == {"a": 1, "b": 2}
+    assert value_of("[a,\n b]") == ["a", "b"] and value_of("|\n  a\n  b\n") == "a\nb\n"
+    assert value_of("'a\n  b'") == "a b" and value_of("5\n") == 5
 
 
 def test_extends_merges_left_to_right_and_keeps_lines(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """One loader for rewards, hooks and functions of the algorithm: a file is one module, whoever names it."""
 
+import os
 import pickle
 import random
 import sys
@@ -56,6 +57,14 @@ def test_a_file_with_a_reward_a_hook_and_an_advantage_is_run_once(file, monkeypa
     assert registry.resolve("advantage", f"{file}:advantage", {})(None) == [7, "r"]
     monkeypatch.chdir(file.parent)
     assert load("plugin_of_mine.py:reward") is load("plugin_of_mine:reward") is load(f"{file}:reward")
+
+
+def test_a_file_is_run_again_after_an_edit(file):
+    first = load(f"{file}:advantage")
+    file.write_text(f"{SOURCE}\ndef second(rewards):\n    return 2\n")
+    os.utime(file, ns=(0, 1))
+    assert load(f"{file}:second")(None) == 2
+    assert load(f"{file}:second") is load("plugin_of_mine:second") and load(f"{file}:advantage") is not first
 
 
 def test_what_a_file_defines_can_be_pickled(file):

@@ -174,7 +174,8 @@ def test_fresh_deletes_nothing_that_its_config_names(config: str, tmp_path: Path
     with pytest.raises(RunError, match=r"(model|data|reward)\.[\w.]+: found .*, which --fresh would delete"):
         directory.create(fresh=True, config=config)
     assert sorted(tmp_path.rglob("*")) == before
-    directory.create(fresh=True, config=f"run: {{root: runs, name: run}}\ntemplate: {'x ' * 9999}")
+    texts = f"sampling: {{stop: ['**']}}\ndata: {{template: 'runs/**/x:**', system: {'x ' * 9999}}}"
+    directory.create(fresh=True, config=f"run: {{root: runs, name: run}}\n{texts}")
     assert sorted(directory.path.iterdir()) == sorted(
         (directory.logs, directory.metrics, directory.checkpoints)
     )

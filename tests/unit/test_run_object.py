@@ -301,21 +301,28 @@ def test_each_step_since_the_start_is_reported_once_in_order_and_none_is_lost_by
 
 @pytest.mark.parametrize(
     ("state", "stopping", "fails"),
-    [("training", False, True), ("training", True, False), ("failed", True, True), ("stopped", False, False)],
+    [
+        *(("training", False, True), ("training", True, False), ("failed", True, True)),
+        *(("stopped", False, False), (None, False, True), (None, True, False)),
+    ],
 )
 def test_a_run_without_a_last_state_has_failed_unless_it_was_to_stop(state, stopping, fails, tmp_path):
-    """Its supervisor was killed, so its lock is free; a stop is killed if it takes too long."""
+    """Its supervisor was killed, so its lock is free; a stop is killed if it takes too long.
+
+    A learner that could not load has written no state.
+    """
     directory = RunDirectory(tmp_path)
     directory.create(fresh=False)
     directory.supervisor_lock.touch()
-    write_status(directory.status, snapshot(state=state, step=4))
+    if state:
+        write_status(directory.status, snapshot(state=state, step=4))
     if stopping:
         directory.stopping.touch()
     if fails:
         with pytest.raises(asyncrl.RunError, match="the run failed; see its logs"):
             api.Run(directory).wait()
     else:
-        ended = api.Result(directory=directory.path, is_finished=False, step=4)
+        ended = api.Result(directory=directory.path, is_finished=False, step=4 if state else 0)
         assert api.Run(directory).wait() == ended
 
 

@@ -25,7 +25,9 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
 from asyncrl.run.starts import record_start
+from asyncrl.telemetry import live
 from asyncrl.telemetry.status import read_status, write_status
+from tests.support.synthetic_run import SyntheticRun
 from tests.support.task_config import config_of
 from tests.support.telemetry_records import snapshot
 from tests.support.waiting import HANG
@@ -98,6 +100,26 @@ def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path, monke
         supervisor.run(lambda: os.kill(os.getpid(), number))
         os.kill(os.getpid(), signal.SIGINT)  # a second one, from an impatient user
     assert stopped.status == 128 + number
+
+
+@pytest.mark.parametrize("how_to_join", [(), ("generators join with: ...",)])
+def test_a_run_goes_on_if_the_reader_of_its_lines_leaves(how_to_join, tmp_path, monkeypatch):
+    run, (reading, writing) = SyntheticRun(tmp_path), os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(live, "INTERVAL_S", 0.0)
+
+    def supervise(tick):
+        for _ in range(3):
+            run.advance()
+            tick()
+
+    supervisor = SimpleNamespace(run=supervise, stop=lambda **_: None, is_over=True)
+    with open(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        started = up.StartedRun(supervisor, how_to_join, lambda: None)
+        assert foreground._watched(started, RunDirectory(tmp_path), lines=True) == 0
+        assert os.fstat(writing).st_rdev == os.stat(os.devnull).st_rdev, "the lines that are left go nowhere"
+    assert run.step == 3
 
 
 @pytest.mark.parametrize(
