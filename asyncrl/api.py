@@ -102,8 +102,8 @@ class Run:
         status = self.status()
         if self._process and (message := self._process.failure()):
             raise RunError(message)
-        # A supervisor that was killed has written no last state, also if a stop took too long. One whose
-        # learner could not load has written none at all.
+        # A supervisor that was killed has written no last state, also if a stop took too long; before its
+        # learner had loaded, there is none at all.
         has_ended = (status and status.is_final) or self._directory.stopping.exists()
         is_lost = not has_ended and (status or self._directory.was_up)
         if not self._process and (is_lost or (status and status.state == "failed")):
