@@ -132,8 +132,8 @@ class WandbTracker:
         try:
             self._run.finish()
         except TimeoutError:
-            by_hand = f"`wandb sync {Path(self._run.dir).parent}` uploads the rest"
-            raise TimeoutError(f"W&B lacks metrics and samples, as it was slow; {by_hand}") from None
+            files = Path(self._run.dir).parent
+            raise TimeoutError(f"W&B lacks the end of the run; `wandb sync {files}` uploads it") from None
 
 
 class TensorBoardTracker:
