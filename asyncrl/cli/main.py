@@ -83,8 +83,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     global _interrupted
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
-    is_importing = frame is not None
-    if _interrupted or is_importing:
+    if _interrupted or frame is not None:  # it is importing
         os._exit(128 + number)
     _interrupted = 128 + number
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(_interrupted)
