@@ -269,9 +269,7 @@ def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:
 
 def require_password(store: StoreConfig) -> None:
     """Raise RunError for a store on another host if this process has no password for it."""
-    if store.url is None or store.insecure or os.environ.get(store.password_env):
-        return
-    if stays_here(store.url):
+    if store.url is None or store.insecure or os.environ.get(store.password_env) or stays_here(store.url):
         return
     raise RunError(
         f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody who "
