@@ -187,7 +187,7 @@ class LeadHost(contextlib.AbstractContextManager["LeadHost"]):
                         self._hosts[number] = _Host(number, message.where, peer, self._attention.look())
                     self._send(peer, Beat())
             case Ended(status=status) if host is not None:
-                self._send(peer, Ended(OVER))
+                self._send(peer, message)  # which the host repeats
                 if not self._has_met:
                     del self._hosts[host.number]
                     return
