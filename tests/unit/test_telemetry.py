@@ -428,7 +428,7 @@ def test_a_run_ends_though_wandb_takes_no_uploads(
     settings = opened.call_args.kwargs["settings"]
     assert 0 < settings.finish_timeout < ControlConfig().slow_s and settings.finish_timeout_raises
     trackers.close()
-    assert f"`wandb sync {tmp_path}/wandb/run-1` uploads the rest" in caplog.text
+    assert f"`wandb sync {tmp_path}/wandb/run-1` uploads it" in caplog.text
 
 
 def test_a_status_comes_back_equal(tmp_path: Path) -> None:
