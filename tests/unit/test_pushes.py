@@ -101,8 +101,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A client that waits a second for the hub."""
+    """A client that waits a second for the hub, and not between its attempts."""
     monkeypatch.setattr("asyncrl.run.exports.ANSWER_S", 1.0)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", Mock())
     close_session()
     yield
     close_session()
@@ -176,7 +177,7 @@ def test_a_push_to_which_the_hub_never_answers_fails_and_later_ones_are_made(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pushes = Pushes(HUB, tmp_path, threading.Event())
-    hub.hangs = "/commit/"
+    hub.hangs = "/preupload/"
     save(tmp_path, 2)
     with caplog.at_level(logging.WARNING, "asyncrl"):
         pushes.saved(2)
