@@ -34,11 +34,6 @@ class Reference:
         self._updates = 0
 
     @property
-    def model(self) -> Any:
-        """The model of transformers."""
-        return self._policy.model
-
-    @property
     def moved(self) -> bool:
         """Whether the weights have changed since they were loaded."""
         return self._updates > 0
