@@ -60,6 +60,7 @@ def test_a_right_config_of_each_stage_loads_and_loads_again_as_it_is_written(tmp
         ("trl.report_to=wandb", "trl.report_to: is refused: set telemetry"),
         ("trl.seed=1", "trl.seed: is refused: set run.seed"),
         ("trl.deepspeed=x.json", "trl.deepspeed: is refused: each rank holds the whole model"),
+        ("trl.sync_ref_model=true", "trl.sync_ref_model: is refused: TRL saves no moved reference"),
         ("trl.hub_model_id=x", "trl.hub_model_id: is refused: nothing is uploaded"),
         ("trl.learning_rate=fast", "trl.learning_rate: is 'fast'; TRL's SFTConfig allows float"),
         ("trl.max_steps=true", "trl.max_steps: is true; TRL's SFTConfig allows int"),
