@@ -135,8 +135,9 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
         with torch.device("meta"):
             lora.inject(built, model.lora)
         adapter = sum(parameter.numel() for _, parameter in lora.adapter_tensors(built))
+    stacked = sum(each.numel() for each in built.parameters() if each.requires_grad and each.ndim > 2)
     shape = ModelShape.of(config, numbers)
-    return config, replace(shape, adapter=adapter, frozen=frozen, in_4bit=in_4bit)
+    return config, replace(shape, adapter=adapter, frozen=frozen, in_4bit=in_4bit, stacked=stacked)
 
 
 def _without_weights(model: ModelConfig) -> tuple[Any, Any]:

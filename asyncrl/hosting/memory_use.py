@@ -65,6 +65,7 @@ class ModelShape:
     in_4bit: int = 0  # of `parameters`, those that `model.lora.load_in_4bit` keeps in 4 bits
     # Of `parameters`, those of embeddings and output layer, which are one table where they are tied.
     tables: int = 0
+    stacked: int = 0  # of those with a gradient, experts in one tensor, of which Muon steps none
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> Self:
@@ -112,8 +113,8 @@ MOMENTS: dict[str, tuple[str, Callable[[ModelShape], float]]] = {
     "adamw": ("AdamW: parameters x 8", lambda one: one.trained * MOMENTS_BYTES),
     "adamw_8bit": ("AdamW in 8 bits: parameters x 2.03", lambda one: one.trained * MOMENTS_8BIT_BYTES),
     "muon": (
-        "Muon: parameters x 4, x 8 of embeddings and output layer",
-        lambda one: (one.trained + (0 if one.adapter else one.tables)) * FP32,
+        "Muon: parameters x 4, x 8 of embeddings, output layer and experts",
+        lambda one: (one.trained + (0 if one.adapter else one.tables) + one.stacked) * FP32,
     ),
     "adafactor": ("Adafactor: rows and columns x 4", lambda one: one.trained * 2 * FP32 // one.hidden),
 }

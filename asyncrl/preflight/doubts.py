@@ -160,6 +160,9 @@ def _numbers(config: Config) -> Iterator[str]:
             f"control.stall_s is {config.control.stall_s:g}, and a run without a new group for so long ends"
         )
         yield f"{found}, as while engines start; set at least {LEAST_STALL_S:g}"
+    if config.model.lora and config.model.lora.sync == "merged" and config.model.dtype == "bfloat16":
+        found = "model.lora.sync is merged, and bfloat16 rounds away what the first steps add to weights"
+        yield f"{found}; set sync: adapter, or model.dtype: float32"
     for key, one in config.environments.items():
         if one.is_used and one.step_s > one.episode_s:
             text = f"{key}.step_s is {one.step_s:g}, but {key}.episode_s, which ends the whole episode, is"

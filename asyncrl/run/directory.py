@@ -34,7 +34,7 @@ from asyncrl.run.manifest import UNFINISHED, FileOps
 from asyncrl.telemetry.status import SILENT_S, read_status
 
 _CHECKPOINT = re.compile(r"(?:step-(?=\d{6})|checkpoint-)(\d+)", re.ASCII)
-# Among a run's values that must not change: the digest of its first weights, if a stage made them.
+# Among a run's values that must not change: the digests of its first weights that stages made.
 BEGAN_WITH = "weights of a stage"
 RESTORE = "restore it from a copy, or begin again with --fresh"
 
@@ -336,7 +336,9 @@ def _refused(path: Path, error: Exception) -> RunError:
     return RunError(f"{path} cannot be written: {reason}; make room there, or give another place")
 
 
-def first_weights(model: ModelConfig) -> tuple[Path, str | None]:
-    """Return the directory of the first weights and, if a stage made them, the digest that it recorded."""
-    path = (model.lora and model.lora.start) or Path(model.path)
-    return path, (read_record(RunDirectory(path.parent).stage) or {}).get("digest")
+def first_weights(model: ModelConfig) -> tuple[str, str | None]:
+    """Name the first weights, base and adapter, with the digests that stages which made them recorded."""
+    start = model.lora and model.lora.start
+    paths = [Path(model.path), *([start] if start else [])]
+    found = [(read_record(RunDirectory(path.parent).stage) or {}).get("digest") for path in paths]
+    return " and ".join(map(str, paths)), " ".join(filter(None, found)) or None

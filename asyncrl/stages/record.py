@@ -54,7 +54,7 @@ def refuse_changed_stage(config: StageConfig, directory: RunDirectory, fixed: Ma
     found = [f"{keys[0]}: {text}" for keys, text in findings]
     path, digest = first_weights(config.model)
     if not found and digest != begun["begins_with"]:
-        then = f"the stage there made other weights (digest {digest}) than this one began with"
+        then = f"a stage there made other weights (digest {digest}) than this one began with"
         cure = f"remove {directory.path}, and the same command trains it from the new ones"
         found.append(f"{path}: {then} ({begun['begins_with']}); {cure}")
     if found:

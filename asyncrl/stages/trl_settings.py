@@ -35,6 +35,8 @@ OURS: Mapping[str, str] = {
     **dict.fromkeys(("fp16", "bf16", "bf16_full_eval", "fp16_full_eval"), _DTYPE),
     **dict.fromkeys(("resume_from_checkpoint", "save_only_model", "enable_jit_checkpoint"), _SAME_COMMAND),
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), "set data.train and data.eval"),
+    # A resume would begin with the first reference.
+    "sync_ref_model": "TRL saves no moved reference; `asyncrl up` does (algorithm.kl.reference_decay)",
     "model_init_kwargs": _MODEL,
     "trust_remote_code": "set model.trust_remote_code",
 }

@@ -201,7 +201,10 @@ def _finish(trainer: Any, config: StageConfig, directory: RunDirectory, after: d
         if isinstance(model, PeftModel):
             model.save_pretrained(str(writing), selected_adapters=["default"])
         else:
-            model.to(getattr(torch, config.model.dtype)).save_pretrained(writing)
+            # Not its buffers: by these, in float32, routers choose experts.
+            for each in model.parameters():
+                each.data = each.data.to(getattr(torch, config.model.dtype))
+            model.save_pretrained(writing)
         trainer.processing_class.save_pretrained(writing)
         library = "peft" if config.model.lora else "transformers"
         card = stage_card(config, read_stage(directory) | record, library)

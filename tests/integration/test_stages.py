@@ -28,6 +28,7 @@ from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from tests.support.command import ASYNCRL
 from tests.support.model_faults import change
+from tests.support.models import tiny_of
 from tests.support.stages import begun, tiny_stage, write_rows
 from tests.support.waiting import wait_until
 from tests.support.whole_run import tiny_run
@@ -84,6 +85,15 @@ def test_a_model_whose_generation_config_transformers_would_not_write_is_trained
     (tmp_path / "model/generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     written = json.loads((trained(config).model / "generation_config.json").read_text())
     assert (written["temperature"], written["do_sample"]) == (0.6, True)
+
+
+def test_a_stage_in_bfloat16_leaves_the_biases_of_routers_as_they_are(tmp_path):
+    tiny_of(tmp_path / "model", "glm4_moe")
+    made = trained(tiny_stage(tmp_path, "sft", model={"dtype": "bfloat16"}, trl={"max_steps": 1})).model
+    first, last = (load_file(path / "model.safetensors") for path in (tmp_path / "model", made))
+    biases = [name for name in first if "e_score_correction_bias" in name]
+    assert biases and all(torch.equal(last.pop(name), first[name]) for name in biases)
+    assert {one.dtype for one in last.values()} == {torch.bfloat16}
 
 
 def test_a_config_of_a_model_that_transformers_refuses_needs_no_restart(tmp_path):

@@ -30,14 +30,15 @@ from asyncrl.columns import KEPT_COUNTS
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
 from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError, DataError
-from asyncrl.hosting.memory_use import ModelShape, Rank
+from asyncrl.hosting.machine import read_model
+from asyncrl.hosting.memory_use import Rank
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.preflight.fit import read_trained_shape
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
-from asyncrl.trainer.deepspeed.trained_model import size_of, whole_parameters
+from asyncrl.trainer.deepspeed.trained_model import whole_parameters
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer, load_in_shards
 from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.loading import load_model
@@ -682,16 +683,13 @@ def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
             if has_critic:
                 trainer.critic_step(batches, critic_loss_over(10))
         resting = held.now
-    policy = trainer._policy.engine.module.model
     model = ModelConfig(path=job["model"], dtype=scenario["dtype"], lora=scenario.get("lora"))
     learner = LearnerConfig(
         ranks=job["ranks"], zero_stage=scenario["stage"], tokens_per_microbatch=len(batches[0].input_ids_N)
     )
     chosen = {"logprob_chunk_tokens": 8, "optimizer": OptimizerConfig(**optimizer)}
     learner = learner.model_copy(update=chosen)
-    shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
-    if model.lora:
-        shape = read_trained_shape(model, learner)
+    shape = read_trained_shape(model, learner) if model.lora else read_model(model)[1]
     parts = Rank(shape, model, learner).parts(
         reference=None if has_critic or shape.adapter else shape,
         critic=learner.optimizer if has_critic else None,

@@ -95,6 +95,10 @@ def said_of(text: str, *overrides: str) -> list[str]:
             ("learner.stop_when={metric: eval/accuracy, reaches: 2}",),
             "learner.stop_when.reaches is 2, but eval/accuracy is at most 1",
         ),
+        (
+            ("model.lora.sync=merged", "model.dtype=bfloat16"),
+            "model.lora.sync is merged, and bfloat16 rounds away what the first steps add to weights",
+        ),
         (("weights.probe_limit=100",), "weights.probe_limit is 100 nats, which an engine with wrong weights"),
         (("control.stall_s=5",), "control.stall_s is 5, and a run without a new group for so long ends"),
         (

@@ -8,30 +8,35 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from asyncrl.builds import CPU
+from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
 from asyncrl.engine.base import Device
 from asyncrl.engine.vllm import args
 from asyncrl.engine.vllm.args import engine_args
 from asyncrl.engine.vllm.classifier import classifier_args
 from asyncrl.errors import ConfigError
-from asyncrl.hosting.machine import Machine
+from asyncrl.hosting.machine import Machine, read_model
 from asyncrl.hosting.memory_use import (
     BUCKET_NUMBERS,
     GATHERED_WEIGHTS,
+    MOMENTS,
     STEPPED_NUMBERS,
     ModelShape,
     Rank,
     kept_bytes_per_token,
 )
 from asyncrl.launch import generator_process
+from asyncrl.lora import inject
 from asyncrl.preflight.fit import read_trained_shape
 from asyncrl.preflight.forecast import estimates, forecast
 from asyncrl.trainer.attention import SEGMENTS
 from asyncrl.trainer.deepspeed import engine_settings
+from asyncrl.trainer.deepspeed.trained_model import make_optimizer
 from asyncrl.trainer.device import limit_memory
 from asyncrl.trainer.kept import Setting, counted, kept_per_token
 from asyncrl.trainer.loading import recompute
 from asyncrl.trainer.policy import PolicyModule
+from tests.support.models import model_of, tiny_moe, tiny_qwen2
 from tests.support.sequence_ranks import OneRank
 from tests.support.task_config import config_of
 
@@ -307,6 +312,20 @@ def test_a_classifier_gets_its_share_of_a_gpu(monkeypatch):
     assert arguments("cpu")["gpu_memory_utilization"] == args.SMALL_SHARE, "a vLLM for GPUs"
     monkeypatch.setattr(args, "build_of", lambda package: CPU)
     assert "gpu_memory_utilization" not in arguments("cpu") and arguments("cpu")["enforce_eager"]
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_moe])
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])
+def test_muon_keeps_a_moment_of_matrices_and_adamw_two_of_the_rest(tmp_path, make, lora):
+    config = ModelConfig(path=str(make(tmp_path / "model")), lora=lora)
+    model = model_of(config.path)
+    if config.lora:
+        inject(model, config.lora)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    groups = make_optimizer(OptimizerConfig(kind="muon"), model, trained)(trained).param_groups
+    kept = sum(each.numel() * (4 if group["use_muon"] else 8) for group in groups for each in group["params"])
+    # Scales of norms and biases are counted as matrices.
+    assert MOMENTS["muon"][1](read_model(config)[1]) == pytest.approx(kept, rel=0.01)
 
 
 def test_deepspeed_gets_the_sizes_of_buffers_that_plan_counts():

@@ -21,6 +21,12 @@ def test_decay_1_changes_nothing_and_decay_0_copies(dtype: torch.dtype) -> None:
     assert torch.equal(mine, theirs)
 
 
+def test_what_the_reference_keeps_in_float32_takes_a_policy_in_bfloat16() -> None:
+    mine, theirs = torch.zeros(1000), torch.randn(1000, generator=noise(1)).bfloat16()
+    mix(mine, theirs, 0.5, noise(0))
+    assert torch.equal(mine, theirs.float() / 2)
+
+
 def test_towards_a_policy_that_stands_still_the_distance_shrinks_by_decay_to_the_n() -> None:
     start, theirs = torch.randn(1000, generator=noise(1)), torch.randn(1000, generator=noise(2))
     mine = start.clone()

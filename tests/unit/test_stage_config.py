@@ -60,6 +60,7 @@ def test_a_right_config_of_each_stage_loads_and_loads_again_as_it_is_written(tmp
         ("trl.report_to=wandb", "trl.report_to: is refused: set telemetry"),
         ("trl.seed=1", "trl.seed: is refused: set run.seed"),
         ("trl.deepspeed=x.json", "trl.deepspeed: is refused: each rank holds the whole model"),
+        ("trl.sync_ref_model=true", "trl.sync_ref_model: is refused: TRL saves no moved reference"),
         ("trl.hub_model_id=x", "trl.hub_model_id: is refused: nothing is uploaded"),
         ("trl.learning_rate=fast", "trl.learning_rate: is 'fast'; TRL's SFTConfig allows float"),
         ("trl.max_steps=true", "trl.max_steps: is true; TRL's SFTConfig allows int"),
@@ -265,6 +266,25 @@ def test_a_stage_refuses_to_go_on_once_the_stage_before_it_was_made_again(tmp_pa
         refuse_changed_stage(config, directory, fixed)
 
 
+def test_an_adapter_refuses_to_go_on_once_the_base_below_it_was_made_again(tmp_path):
+    for name in ("base", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stage.json").write_text(json.dumps({"digest": name}))
+    config = load(
+        StageConfig,
+        tiny_stage(tmp_path, "dpo"),
+        [f"model.path={tmp_path}/base/hf", f"model.lora={{start: {tmp_path}/adapter/hf}}"],
+    )
+    directory = RunDirectory(config.run.directory)
+    directory.path.mkdir(parents=True)
+    begin_stage(config, directory, fixed_values(config))
+    refuse_changed_stage(config, directory, fixed_values(config))
+    (tmp_path / "base/stage.json").write_text(json.dumps({"digest": "other"}))
+    said = r"base/hf and .*adapter/hf: .*digest other adapter\).*\(base adapter\); remove"
+    with pytest.raises(ConfigError, match=said):
+        refuse_changed_stage(config, directory, fixed_values(config))
+
+
 def test_the_last_run_of_a_pipeline_knows_its_first_weights_by_their_digest_and_not_by_their_time(tmp_path):
     """What they may become once they are known: test_resume.py."""
     tiny_stage(tmp_path, "sft")
@@ -275,7 +295,7 @@ def test_the_last_run_of_a_pipeline_knows_its_first_weights_by_their_digest_and_
     before.model.mkdir(parents=True)  # as in a copy, whose files are newer than the start
     write_stage(before, digest="aaaa")
     *_, link = planned(pipeline_of(tmp_path, "sft.yaml", "task.yaml"))
-    assert first_weights(load(Config, link.file, link.overrides).model) == (before.model, "aaaa")
+    assert first_weights(load(Config, link.file, link.overrides).model) == (str(before.model), "aaaa")
 
 
 @pytest.mark.parametrize(

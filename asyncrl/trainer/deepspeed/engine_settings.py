@@ -43,10 +43,14 @@ def shard_settings(dtype: str) -> dict[str, Any]:
     }
 
 
+def size_of(parameter: nn.Parameter) -> int:
+    """Return how many numbers of a parameter all ranks have together."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def engine_settings(module: nn.Module, *, dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration of a sharded model, without an optimizer, whose state may be offloaded."""
-    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-    numbers = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+    numbers = sum(size_of(parameter) for parameter in module.parameters() if parameter.requires_grad)
     zero: dict[str, Any] = {
         "stage": stage,
         # The whole of it is allocated; DeepSpeed takes no 0 for a model that is frozen.

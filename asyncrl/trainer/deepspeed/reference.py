@@ -34,11 +34,6 @@ class Reference:
         self._updates = 0
 
     @property
-    def model(self) -> Any:
-        """The model of transformers."""
-        return self._policy.model
-
-    @property
     def moved(self) -> bool:
         """Whether the weights have changed since they were loaded."""
         return self._updates > 0
@@ -117,7 +112,7 @@ def mix(mine: Tensor, theirs: Tensor, decay: float, noise: torch.Generator) -> N
     added to the lower half carries into the upper half with the right probability.
     """
     if mine.dtype != torch.bfloat16:
-        mine.lerp_(theirs, 1 - decay)
+        mine.lerp_(theirs.to(mine.dtype), 1 - decay)
         return
     mixed = torch.lerp(mine.float(), theirs.float(), 1 - decay)
     bits = mixed.view(torch.int32)

@@ -26,7 +26,7 @@ from asyncrl.files import plain_path
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Writes
-from asyncrl.trainer.deepspeed.engine_settings import engine_settings
+from asyncrl.trainer.deepspeed.engine_settings import engine_settings, size_of
 from asyncrl.trainer.rates import rate_share
 
 # Numbers of sharded parameters that are whole on every rank at the same time: about a layer of 8B parameters.
@@ -191,13 +191,6 @@ def whole_parameters(
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are not frozen; those of a base below an adapter are."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def size_of(parameter: nn.Parameter) -> int:
-    """Its numbers on all ranks; several are in one of a weight in 4 bits."""
-    if (bits := getattr(parameter, "quant_state", None)) is not None:
-        return int(bits.shape.numel())
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def gathers(

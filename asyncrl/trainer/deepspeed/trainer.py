@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,14 +21,14 @@ from asyncrl import lora
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.hosting.machine import sees_images
-from asyncrl.hosting.memory_use import ModelShape, Rank, zero_stage
+from asyncrl.hosting.machine import read_model, sees_images
+from asyncrl.hosting.memory_use import Rank, zero_stage
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
 from asyncrl.trainer.collectives import Ranks, Rendezvous, Writes
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device, shard_settings
 from asyncrl.trainer.deepspeed.reference import Reference, StartAdapter
-from asyncrl.trainer.deepspeed.trained_model import TrainedModel, size_of, whole_parameters
+from asyncrl.trainer.deepspeed.trained_model import TrainedModel, whole_parameters
 from asyncrl.trainer.kept import counted
 from asyncrl.trainer.loading import export_model, load_model
 from asyncrl.trainer.meter import Meter
@@ -92,8 +92,8 @@ class DeepSpeedTrainer:
             **engine,
         )
         # With its adapter as it began, or without the one that began as nothing, the policy is the reference.
-        is_copy = reference is not None and reference.lora is None
-        self._reference = Reference(PolicyModule(load(reference), sequence), **shared) if is_copy else None
+        copied = reference if reference is not None and reference.lora is None else None
+        self._reference = Reference(PolicyModule(load(copied), sequence), **shared) if copied else None
         adapter = [parameter for _, parameter in lora.adapter_tensors(policy)]
         self._start = StartAdapter(adapter) if self._lora is not None and self._lora.start else None
         self._critic: TrainedModel | None = None
@@ -102,15 +102,8 @@ class DeepSpeedTrainer:
             values = ValueModule(load_trained().base_model, sequence)
             total_steps = learner.steps * optimizer_steps
             self._critic = TrainedModel(values, critic.optimizer, total_steps=total_steps, **engine)
-        trained = sum(map(size_of, adapter))
-        numbers = sum(map(size_of, policy.parameters())) - trained
-        frozen = sum(size_of(each) for each in policy.parameters() if not (each.requires_grad or trained))
-        in_4bit = sum(size_of(each) for each in policy.parameters() if hasattr(each, "quant_state"))
-        shape = ModelShape.of(policy.config, numbers)
-        shape = replace(shape, adapter=trained, frozen=frozen, in_4bit=in_4bit)
-        copy = self._reference.model if self._reference else None
-        self._reference_shape = copy and ModelShape.of(copy.config, sum(map(size_of, copy.parameters())))
-        shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
+        self._reference_shape = read_model(copied)[1] if copied else None
+        shape = counted(read_model(model)[1], policy.config, model, learner.gradient_checkpointing)
         planned_bytes = Rank(shape, model, learner).torch_bytes(
             self.rank,
             reference=self._reference_shape,
