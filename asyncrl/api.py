@@ -21,6 +21,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,13 +251,13 @@ def _given(
 
     given: dict[str, Any] = {}
     if model is not None:
-        given["model.path"] = str(model)
+        given["model.path"] = model
     if data is not None:
-        given["data.train"] = str(data if isinstance(data, str | Path) else write_rows(data, directory))
+        given["data.train"] = data if isinstance(data, str | Path) else write_rows(data, directory)
     if reward is not None:
         entries = reward if isinstance(reward, list | tuple) else [reward]
         given["reward.functions"] = [named(entry) for entry in entries]
-    return [f"{key}={dump_values(_plain(value), in_a_line=True)}" for key, value in given.items()]
+    return [f"{key}={dump_values(_plain(value, key), in_a_line=True)}" for key, value in given.items()]
 
 
 def open(run: Path | str | None = None) -> Run:
@@ -300,7 +302,7 @@ def _as_file(config: ConfigSource, scratch: Path) -> Path:
     if isinstance(config, Config):
         text = dump_config(config)
     else:
-        values = _plain(config)
+        values = _plain(config, "config")
         if extended := values.get("extends"):
             files = [extended] if isinstance(extended, str) else extended
             # A preset of the package has its name, not a path from here.
@@ -311,12 +313,14 @@ def _as_file(config: ConfigSource, scratch: Path) -> Path:
     return path
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, where: str) -> Any:
     """Return a value that YAML can hold: functions and classes by name, paths as text, NumPy's numbers."""
+    if isinstance(value, Enum):
+        return _plain(value.value, where)
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {(name := str(_plain(key, where))): _plain(value[key], f"{where}.{name}") for key in value}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [_plain(entry, where) for entry in value]
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # a number or an array of NumPy
@@ -326,4 +330,7 @@ def _plain(value: Any) -> Any:
             f"{function!r} is known in this Python process only, and a run has others; give a reward as "
             '`reward=`, or write the function into a file and name it "path.py:function"'
         )
+    if value is not None and type(value) not in (str, int, float, bool, date, datetime):
+        found = f"found {type(value).__name__} `{str(value)[:80]}`"
+        raise ConfigError(f"{where}: {found}; allowed are texts, numbers, dates, lists and dicts; convert it")
     return value

@@ -71,7 +71,8 @@ def _column(override: str) -> list[str]:
     """Return an override for each value of a list `A,B`; commas in brackets and quotes divide nothing."""
     key, _, text = override.partition("=")
     try:
-        found = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
+        # Only places are read. In brackets PyYAML would end a text at `?`, which begins options of adapters.
+        found = yaml.compose(f"[{text.replace('?', '_')}]", Loader=yaml.SafeLoader)
     except yaml.YAMLError:  # the config reports it
         return [override]
     ends = [(one.start_mark.index - 1, one.end_mark.index - 1) for one in (found.value if found else ())]

@@ -241,15 +241,32 @@ def arrow_rows(dataset: Any, source: str) -> Lazy:
     """Return the rows of a `datasets.Dataset`, which are in a memory-mapped file; messages name `source`."""
     # As Arrow: `datasets` would decode each image.
     found = dataset.with_format("arrow")
+    # The loader of `datasets` keeps values of several types as JSON.
+    kinds = {one.name: one.type for one in dataset.features.arrow_schema if "arrow.json" in str(one.type)}
+
+    def parsed(row: Row) -> Row:
+        row = with_sparse_messages(row)
+        return {**row, **{name: _parsed(row[name], kind) for name, kind in kinds.items()}}
 
     def read(start: int, stop: int) -> Iterator[Row]:
         try:
-            return map(with_sparse_messages, found[start:stop].to_pylist())
+            return map(parsed, found[start:stop].to_pylist())
         except (ValueError, OverflowError) as error:
             where = f"{source}, rows {start + 1} to {stop}"
             raise DataError(f"{where}: found what no Python value is ({error}); correct it") from error
 
     return stored(len(found), read)
+
+
+def _parsed(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with the JSON in it parsed; what is no JSON stays text."""
+    if isinstance(value, dict):
+        return {name: _parsed(one, kind.field(name).type) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_parsed(one, kind.value_type) for one in value]
+    with suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) and "arrow.json" in str(kind) else value
+    return value
 
 
 def with_sparse_messages(row: Row) -> Row:

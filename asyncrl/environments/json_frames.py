@@ -61,6 +61,22 @@ def receive_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(channel.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)), descriptors
 
 
+def as_text(value: Any) -> str:
+    """Return a text as it is, and any other value as JSON; what JSON lacks, such as a date, becomes text."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=_listed, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON lacks, such as numbers of NumPy
+        return str(value)
+
+
+def _listed(value: Any) -> Any:
+    # As numbers, dates of NumPy lose their unit; a list of a Series of pandas lacks its index.
+    is_text = hasattr(value, "to_dict") or getattr(getattr(value, "dtype", None), "kind", None) in ("m", "M")
+    return str(value) if is_text or not hasattr(value, "tolist") else value.tolist()
+
+
 def _plain(value: Any) -> Any:
     """A number of NumPy or torch as Python's."""
     if callable(getattr(value, "item", None)) and not getattr(value, "shape", ()):

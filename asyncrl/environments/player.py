@@ -12,7 +12,6 @@ out  {value, seconds}, with `tuple` if user code returned one, and for a call `l
 import asyncio
 import errno
 import inspect
-import json
 import os
 import random
 import socket
@@ -23,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from asyncrl import plugins
-from asyncrl.environments.json_frames import packed, read_frame
+from asyncrl.environments.json_frames import as_text, packed, read_frame
 from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS, TOOLS
 
 MAX_REASON_CHARACTERS = 2000
@@ -93,7 +92,7 @@ class Player:
         else:
             tool = self._tools[name] if self._tools is not None else getattr(self._instance, name)
             value = self._result(tool(**arguments))
-        text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        text = as_text(value)
         return {"value": text[: self._limit], "length": len(text)}
 
     def _ask(self, names: tuple[str, ...]) -> Any:

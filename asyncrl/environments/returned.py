@@ -4,11 +4,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.environments.base import Message
-from asyncrl.errors import EnvironmentFault
+from asyncrl.errors import EnvironmentFault, as_unicode
 
 # Names of SkyRL and OpenRLHF, in their dicts.
 OBSERVATIONS = ("observations", "observation", "environment_feedback")
@@ -75,15 +76,25 @@ def read_reward(method: str, value: object) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong(method, value, "a reward that is one finite number, or None")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise EnvironmentFault(
-            f"`{method}` returned the reward {number}; it must be finite", reason="returned"
-        )
-    return number
+    with suppress(OverflowError):  # of an integer that is too large for a float
+        if math.isfinite(value):
+            return float(value)
+    found = f"`{method}` returned the reward {value!s:.80}"
+    raise EnvironmentFault(f"{found}; it must be finite", reason="returned")
+
+
+def read_numbers(what: str, given: Mapping[str, Any]) -> dict[str, float]:
+    """Return finite numbers by name, without those that are None: they are unknown, and not 0."""
+    read = {name: read_reward(f"{what} {name}", one) for name, one in given.items()}
+    return {name: one for name, one in read.items() if one is not None}
+
+
+def read_result(what: str, value: object) -> tuple[float | None, dict[str, float]]:
+    """Return the reward of an episode, and its parts if it is an object of numbers: their sum."""
+    if not isinstance(value, dict):
+        return read_reward(what, value), {}
+    parts = read_numbers(f"{what}, part", {as_unicode(name): one for name, one in value.items()})
+    return read_reward(what, sum(parts.values()) if parts else None), parts
 
 
 def read_done(value: object) -> bool:

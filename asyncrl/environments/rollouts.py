@@ -14,7 +14,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import BudgetSpent, Outcome, Talk
 from asyncrl.environments.channel import Channel
 from asyncrl.environments.fork_server import ForkServer, Worker, keep
-from asyncrl.environments.returned import read_reward, state_of
+from asyncrl.environments.returned import read_numbers, read_result, read_reward, state_of
 from asyncrl.environments.tool_schemas import tool_schema
 from asyncrl.errors import EnvironmentFault
 
@@ -96,12 +96,8 @@ class _Episode:
         if not self._turns and self._finish_reason == "stop":
             text = "the rollout ended without a call of `session.chat` or `session.complete`"
             raise EnvironmentFault(f"{text}: nothing was sampled", reason="silent")
-        value, parts = last.get("value"), {}
-        if isinstance(value, dict):
-            parts = _numbers("rollout, part", value)
-            value = sum(parts.values()) if parts else None
-        reward = read_reward("rollout", value)
-        counts = _numbers("session.metrics,", last.get("metrics", {}))
+        reward, parts = read_result("rollout", last.get("value"))
+        counts = read_numbers("session.metrics,", last.get("metrics", {}))
         if wrong := [name for name in counts if not is_name(name)]:
             text = f"session.metrics has the name {wrong[0]!r:.80}; {NAME} are allowed"
             raise EnvironmentFault(text, reason="returned")
@@ -208,9 +204,3 @@ class _Host:
             await asyncio.sleep(self._step_s)
             if not self._answered:
                 self._lose("hung")
-
-
-def _numbers(what: str, given: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers by name, without those that are None: they are unknown, and not 0."""
-    read = {name: read_reward(f"{what} {name}", one) for name, one in given.items()}
-    return {name: one for name, one in read.items() if one is not None}

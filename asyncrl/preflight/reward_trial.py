@@ -17,8 +17,8 @@ from typing import Any
 from asyncrl.config.named_files import local_files, unusable
 from asyncrl.config.reward_section import ModelScore, RewardFunctionConfig
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import load_rows
-from asyncrl.data.prompts import PromptSource, light_renderer, load_tokenizer
+from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.data.prompts import PromptSource, RowRenderer, light_renderer, load_tokenizer
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
 from asyncrl.preflight.validate import validated_config
@@ -102,9 +102,8 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
     for task, one in enumerate(config.data.tasks.values()):
         prompts += source.of_task(task, count) if one.reward and task not in tried else []
     for prompt in prompts:
-        reference = next(
-            (prompt.row[name] for name in REFERENCES if name in prompt.row), ground_truth(prompt.row)
-        )
+        named = (prompt.row[name] for name in REFERENCES if name in prompt.row)
+        reference = next(named, ground_truth(prompt.row))
         point = ".0" if isinstance(reference, float) else ""  # which `rewards.library.known` leaves out
         right = [("reference", str(reference).removesuffix(point))] if reference is not None else []
         for kind, text in (*right, *(("wrong", text) for text in WRONG)):
@@ -163,7 +162,11 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
         row, task = (found.row, found.task) if found else (record, 0)
         prompt = record.get("prompt") or record.get(config.data.prompt_field) or ""
         chat = found.chat if found else prompt if isinstance(prompt, list) else None
-        truncated = record.get("finish_reason", "stop") != "stop"
+        # Functions get what the template writes, as in a run; a file may lack columns that the data has.
+        if chat and isinstance(opened, RowRenderer) and opened.reader.chat_template:
+            with contextlib.suppress(DataError):
+                prompt = opened.prompt(Rows([{**record, config.data.prompt_field: chat}], ""), 0).text
+        truncated = (record.get("finish_reason") or "stop") != "stop"
         text = record["response"]
         if _played(config, found, text):  # a run scores the last answer, before which `reports` writes a mark
             text = text.rpartition("\n[model] ")[2]

@@ -60,9 +60,9 @@ def _checked(rows: Rows, config: StageConfig) -> Rows:
     if is_chat and directory.is_dir() and not has_chat_template(directory):
         cure = "add one to the tokenizer, or write the columns as text"
         raise DataError(f"{rows.place(0)}: found chat messages, and {directory} has no chat template; {cure}")
-    unread = ("tools", "chat_template_kwargs") if stage == "distil" else ()
+    further = {"distil": ("tools", "chat_template_kwargs"), "rm": ("margin",)}.get(stage, ())
     for index, row in enumerate(rows):
-        for name in (*columns, *unread):
+        for name in (*columns, *further):
             if wrong := _wrong(row, name, is_chat=is_chat):
                 raise DataError(f"{rows.place(index)}: column `{name}` {wrong}; correct or remove the row")
         if "rejected" in columns and row["chosen"] == row["rejected"]:
@@ -85,6 +85,8 @@ def _wrong(row: Row, name: str, *, is_chat: bool) -> str:
     value = row.get(name)
     if name == "label":
         is_right, allowed = isinstance(value, bool), "true and false"
+    elif name == "margin":
+        is_right, allowed = value is None or type(value) in (int, float), "a number, which CSV files lack"
     elif name in FURTHER:
         is_right, allowed = not value, "nothing, because TRL reads it in other stages only"
     elif is_chat:
@@ -92,8 +94,6 @@ def _wrong(row: Row, name: str, *, is_chat: bool) -> str:
         is_right = bool(messages) and all(isinstance(one, dict) and "role" in one for one in messages)
         allowed = "a list of messages with `role` and `content`, as in the first column of the first row"
     else:
-        is_right, allowed = (
-            isinstance(value, str) and bool(value),
-            "text, as in the first column of the first row",
-        )
+        is_right = isinstance(value, str) and bool(value)
+        allowed = "text, as in the first column of the first row"
     return "" if is_right else f"holds {shown(value)}; allowed is {allowed}"

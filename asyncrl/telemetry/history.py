@@ -61,8 +61,7 @@ def score(row: Mapping[str, float], name: str, *notes: str) -> str:
 
 def numbers(record: Mapping[str, Any]) -> Row:
     """Return the numeric values of a record. All records share the texts of their names."""
-    plain = {sys.intern(name): value for name, value in record.items() if not isinstance(value, bool)}
-    return {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
+    return {sys.intern(name): float(value) for name, value in record.items() if type(value) in (int, float)}
 
 
 def growth(before: Row, now: Row, name: str) -> float:

@@ -177,8 +177,9 @@ def test_a_call_that_a_client_library_repeats_is_counted(tmp_path):
 
 
 def test_an_agent_without_a_result_is_scored_by_the_reward_functions(tmp_path):
-    outcome = play(tmp_path, ScriptedTalk(TEXT), "ask('x')")
-    assert (outcome.reward, outcome.parts) == (None, {})
+    for program in ("ask('x')", "ask('x'); result(None)", "ask('x'); result({'x': None})"):
+        outcome = play(tmp_path, ScriptedTalk(TEXT), program)
+        assert (outcome.reward, outcome.parts) == (None, {})
 
 
 FAULTS = {
@@ -191,10 +192,12 @@ FAULTS = {
         except Exception:
             ask('x')
     """,
-    "the file of ASYNCRL_RESULT cannot be used": "ask('x'); result('great')",
-    "int too large to convert to float": "ask('x'); result(10**400)",
+    "`ASYNCRL_RESULT` returned str `great`; allowed is a reward that is one finite": "ask('x'); result('great')",
+    "`ASYNCRL_RESULT, part x` returned list": "ask('x'); result({'x': []})",
+    "returned the reward 1000.*; it must be finite": "ask('x'); result(10**400)",
+    "returned the reward inf; it must be finite": "ask('x'); result({'x': 1e308, 'y': 1e308})",
     "ASYNCRL_RESULT cannot be used .Expecting value": "ask('x'); os.mkfifo(os.environ['ASYNCRL_RESULT'])",
-    "found nan": "ask('x'); result(float('nan'))",
+    "returned the reward nan": "ask('x'); result(float('nan'))",
 }
 
 

@@ -66,6 +66,21 @@ def test_parquet_comes_back_as_written(tmp_path):
         load_rows(str(tmp_path / "torn.parquet"))
 
 
+def test_columns_of_several_types_come_back_as_written(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    call = {"name": "add", "arguments": {"x": 1, "y": None}}
+    rows = [
+        {"answer": 42, "info": {"x": 0.1}, "prompt": [{"role": "user", "content": "a", "name": "n"}]},
+        {"answer": "Paris", "info": {"y": "z"}, "prompt": [{"role": "user", "content": "b"}]},
+        {"answer": None, "info": {}, "prompt": [{"role": "assistant", "tool_calls": [call]}]},
+    ]
+    (tmp_path / "set").mkdir()
+    file = write_jsonl(tmp_path / "set" / "train.jsonl", rows)
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "a.parquet")
+    for source in (file, tmp_path / "set", tmp_path / "a.parquet"):
+        assert list(load_rows(str(source))) == rows
+
+
 def test_a_directory_of_save_to_disk_is_refused_with_what_to_do(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "saved")

@@ -1,11 +1,14 @@
 """What user code may return, and what a message about the rest says; frames that arrive in pieces."""
 
 import asyncio
+import datetime
 import json
 import math
 import socket
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,9 +136,42 @@ def test_what_json_has_not_is_refused_before_it_is_sent(value):
 
 
 def test_numbers_of_numpy_are_numbers():
-    import numpy as np
-
     assert read_step(through_json(("", np.float32(0.5), np.bool_(True)))) == Step("", 0.5, True)
+
+
+class Series:
+    """A value of pandas with an index that its list has not."""
+
+    to_dict = dict
+    tolist = list
+
+    def __str__(self):
+        return "x  1"
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (np.int64(5), "5"), (np.array([[1, 2], [3, 4]]), "[[1, 2], [3, 4]]"), (torch.tensor([0.5]), "[0.5]"),
+        ({"price": np.float32(1.5), "ok": np.bool_(True), "é": None}, '{"price": 1.5, "ok": true, "é": null}'),
+        (datetime.date(2026, 1, 2), '"2026-01-02"'), (np.datetime64("2026-01-02", "ns"), '"2026-01-02T00:00:00.000000000"'),
+        (Series(), '"x  1"'), ({np.int64(5): 2}, "{np.int64(5): 2}"),
+        (np.longdouble(1.5), "1.5"), ("text", "text"),
+    ],
+)  # fmt: skip
+def test_what_a_tool_returns_is_shown_as_json_or_as_its_own_text(returned, shown):
+    ours, theirs = socket.socketpair()
+
+    def count():
+        return returned
+
+    with ours, theirs:
+        ours.sendall(packed({"do": "call", "name": "count", "arguments": {}}))
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(EOFError):
+            Player(theirs, [count], is_tools=True).serve()
+        [reply] = take_frames(bytearray(ours.recv(1 << 16)))
+    assert reply.get("value", reply) == shown
 
 
 async def spoken(opening, *observations, limit=100):

@@ -15,6 +15,8 @@ from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.forms import EPISODE_COLUMNS
 from asyncrl.rewards.functions import bind
 from asyncrl.types import Prompt
+from tests.support.characters import character_tokenizer
+from tests.support.talks import user
 from tests.support.task_config import config_of
 
 MISSING = "The data has no reference answer"
@@ -92,6 +94,21 @@ def test_samples_are_the_newest_responses_of_a_run_and_the_last_answers_of_its_e
     cases = list(sample_cases(config, tmp_path, 2))
     assert [case.given.response for case in cases] == ["2" if plays else said, "1"]
     assert not plays or cases[0].given.columns["messages"][-1]["content"] == "2"
+
+
+def test_a_chat_prompt_of_a_file_is_what_the_template_writes_as_in_a_run(tmp_path):
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    model = character_tokenizer(tmp_path / "model", template=template)
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": [user("1+1=")], "response": "2", "finish_reason": None})
+        + "\n"
+        + json.dumps({"prompt": "[user]1+1=>", "response": "2", "finish_reason": "length"})
+    )
+    for chat_template, shown in ((True, "[user]1+1=>"), (False, str([user("1+1=")]))):
+        config = config_of(model={"path": str(model), "chat_template": chat_template})
+        first, second = (case.given for case in sample_cases(config, tmp_path / "rows.jsonl", 2))
+        assert (first.prompt, first.chat, first.truncated) == (shown, [user("1+1=")], False)
+        assert (second.prompt, second.chat, second.truncated) == ("[user]1+1=>", None, True)
 
 
 @pytest.mark.parametrize("reference", [2, 2.0])

@@ -1,6 +1,7 @@
 """The Python interface, up to the process that it starts: tests/integration/test_api.py starts one."""
 
 import ast
+import datetime
 import functools
 import importlib
 import inspect
@@ -8,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
+from enum import Enum, IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -84,12 +87,21 @@ def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path, monkeypatch)
     }
 
 
+class Text(str, Enum):  # noqa: UP042 - `str` of it is not its text
+    SMALL = "small"
+
+
+class Number(IntEnum):
+    TWO = 2
+
+
 @pytest.mark.parametrize(
     ("given", "read"),
     [
         ("1e5", "1e5"), ("0o17", "0o17"), ("yes", "yes"), ("...", "..."), ("a: b", "a: b"),
         ("\U0001f44d+", "\U0001f44d+"), ("a\u2028b\x85", "a\u2028b\x85"), ("two\nlines", "two\nlines"), ("", ""),
         (np.float64(1e-6), 1e-6), (np.int64(3), 3), ([np.float32(0.5), None], [0.5, None]),
+        (Text.SMALL, "small"), ([Number.TWO], [2]), ({Text.SMALL: True}, {"small": True}), (datetime.date(2026, 1, 2), "2026-01-02"),
     ],
 )  # fmt: skip
 def test_values_of_python_reach_the_run_as_they_are(given, read, tmp_path):
@@ -98,6 +110,19 @@ def test_values_of_python_reach_the_run_as_they_are(given, read, tmp_path):
     for overrides in ([], [override]):
         draft = read_draft(Config, path, overrides)
         assert draft.root.plain()["reward"]["functions"] == [{"function": "regex", "params": {"x": read}}]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, Decimal("0.5"), object(), b"x", 1j])
+def test_a_value_that_yaml_lacks_is_refused_with_its_key(value, tmp_path):
+    with pytest.raises(asyncrl.ConfigError, match=r"^config\.model\.path: found .*convert it$"):
+        api._as_file({"model": {"path": [value]}}, tmp_path)
+
+
+def test_a_model_may_be_a_member_of_an_enumeration(tmp_path):
+    assert api._given(RunDirectory(tmp_path), Text.SMALL, Text.SMALL, None) == [
+        "model.path=small",
+        "data.train=small",
+    ]
 
 
 @functools.wraps(reward_here)

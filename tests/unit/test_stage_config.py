@@ -149,6 +149,7 @@ def broken(stage, change):
         ("dpo", lambda rows: rows[0].update(chosen=[{"role": "user"}]), 1, "column `chosen` holds [{'role': 'user'}]; allowed is text"),
         ("distil", lambda rows: rows[2].update(tools=[{}]), 3, "column `tools` holds [{}]; allowed is nothing"),
         ("distil", lambda rows: rows[2].update(chat_template_kwargs={"a": 1}), 3, "`chat_template_kwargs` holds a section"),
+        ("rm", lambda rows: rows[1].update(margin="0.5"), 2, "column `margin` holds '0.5'; allowed is a number"),
         ("sft", lambda rows: rows[0].update(prompt=[{"role": "user", "content": "x"}]), 1, "has no chat template"),
     ],
 )  # fmt: skip
@@ -159,6 +160,16 @@ def test_rows_that_do_not_fit_the_stage_are_named_with_file_and_line(tmp_path, s
         read_rows(load(StageConfig, path))
     assert said in str(raised.value)
     assert str(raised.value).startswith(f"{source}:{place}: " if place else f"{source}: ")
+
+
+def test_pairs_may_have_margins(tmp_path):
+    path = tiny_stage(tmp_path, "rm")
+    rows = rows_of("rm", 10, 4)
+    for row, margin in zip(rows, (1, 0.5, None), strict=False):
+        row["margin"] = margin
+    write_rows(tmp_path / "rm.jsonl", rows)
+    found = for_trl(read_rows(load(StageConfig, path))[0], "rm")
+    assert [row["margin"] for row in found[:4]] == [1, 0.5, 0.0, 0.0]
 
 
 def test_conversations_fit_a_model_with_a_chat_template(tmp_path):

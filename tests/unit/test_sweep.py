@@ -48,6 +48,12 @@ def test_commas_in_brackets_and_quotes_divide_nothing(file):
     assert all(len(one.run.name) <= 64 for one in found)
 
 
+def test_values_with_options_of_adapters_are_divided(file):
+    names = ["gymnasium:A?x=1", "gymnasium:B?x=2&y=?"]
+    trials = swept(file, [f"environment.uses={','.join(names)}", "generator.engine=vllm"], seeds=1)
+    assert [trial.overrides[0] for trial in trials] == [f"environment.uses={name}" for name in names]
+
+
 def test_long_names_stay_different(file):
     texts = ["x" * 90 + end for end in "ab"]
     names = [trial.directory.path.name for trial in swept(file, [f"data.train={','.join(texts)}"], seeds=1)]

@@ -5,7 +5,6 @@ last whole number in an answer, the last JSON list for spaces of arrays, or the 
 text. An answer without an action changes nothing, and the model reads what is allowed.
 """
 
-import json
 import re
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from asyncrl.addons.adapters.base import last_json, split_options
+from asyncrl.environments.json_frames import as_text
 
 NUMBER = re.compile(r"-?\d+")
 # A rendering marks places, such as that of the player, by colours of a terminal, which become brackets.
@@ -54,13 +54,6 @@ def environment(name: str) -> type:
             return self._state
 
     return Game
-
-
-def as_text(observation: Any) -> str:
-    """Return a text as it is, and any other observation as JSON."""
-    if isinstance(observation, str):
-        return observation
-    return json.dumps(observation, default=lambda value: value.tolist())
 
 
 def _described(space: spaces.Space[Any]) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import math
 import os
 import resource
 import secrets
@@ -21,7 +20,8 @@ from asyncrl.addons.endpoint.agent_server import Endpoint
 from asyncrl.addons.endpoint.open_episodes import OpenEpisode
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Opening, Outcome, Talk
-from asyncrl.errors import EnvironmentFault, as_unicode
+from asyncrl.environments.returned import read_result
+from asyncrl.errors import EnvironmentFault
 from asyncrl.files import with_cure
 from asyncrl.hosting.processes import bound_to_us, end_marked, kill_group, public_environment
 from asyncrl.hosting.workers import Printed, Scratch, ending
@@ -126,8 +126,6 @@ class AgentEnvironment:
         # A proxy for the internet does not reach this address. As a whole `*` means all hosts.
         direct = ours.get("NO_PROXY") or ours.get("no_proxy")
         direct = direct if direct == "*" else ",".join(filter(None, [direct, self.config.address]))
-        # OpenAI's Agents SDK would send the conversations to OpenAI, and wait for that at its end.
-        quiet = {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
         needed = {
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": key,
@@ -142,7 +140,8 @@ class AgentEnvironment:
             "no_proxy": direct,
             "PYTHONUNBUFFERED": "1",
         }
-        return quiet | ours | needed
+        # OpenAI's Agents SDK would send the conversations to OpenAI, and wait for that at its end.
+        return {"OPENAI_AGENTS_DISABLE_TRACING": "1"} | ours | needed
 
 
 class _Program:
@@ -264,20 +263,10 @@ def _read_result(path: Path) -> tuple[float | None, dict[str, float]]:
         # An open of a named pipe would wait for a writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             value = json.loads(file.read(MAX_RESULT_BYTES))
-        given = value if isinstance(value, dict) else {"reward": value}
-        parts = {as_unicode(str(name)): _number(one) for name, one in given.items()}
     except FileNotFoundError:
         return None, {}
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
-        raise EnvironmentFault(
-            f"the file of ASYNCRL_RESULT cannot be used ({error}); allowed is JSON: a finite number, or an "
-            "object of finite numbers, whose sum is the reward",
-            reason="returned",
-        ) from error
-    return (sum(parts.values()) if parts else None), (parts if isinstance(value, dict) else {})
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"found {value!r:.40}")
-    return float(value)
+    except (OSError, ValueError, RecursionError) as error:
+        allowed = "allowed is JSON: a finite number, or an object of finite numbers, whose sum is the reward"
+        text = f"the file of ASYNCRL_RESULT cannot be used ({error}); {allowed}"
+        raise EnvironmentFault(text, reason="returned") from error
+    return read_result("ASYNCRL_RESULT", value)
