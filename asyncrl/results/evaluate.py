@@ -80,8 +80,8 @@ async def _evaluate(config: Config, *only: str) -> dict[str, float]:
         for name, one in sets.items():
             spec = SamplingSpec.of(one.sampling, one.eval.temperature)
             limits = group_limits(one, vocabulary)[1]
-            # As many episodes as a generator holds: the seconds of those that wait for the engine count, too.
-            held = one.generator.max_running * one.environment.episodes_per_slot // limits.rollouts
+            # The seconds of an episode that waits for the engine count, too. A single response may wait.
+            held = one.generator.max_running * (1 if one.environment.is_used else 4) // limits.rollouts
             room, numbered = asyncio.Semaphore(max(1, held)), enumerate(asked[name], start=1)
             groups = await asyncio.gather(
                 *(_answered(sampler, prompt, number, limits, spec, room) for number, prompt in numbered)

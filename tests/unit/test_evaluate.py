@@ -35,7 +35,7 @@ ANSWER = Rollout(
 def evaluated(tmp_path, monkeypatch):
     """Evaluate three prompts, of which some raise: metrics of the command."""
 
-    def run(*errors: Exception | None, held: int = 256) -> dict[str, float]:
+    def run(*errors: Exception | None, held: int = 256, **sections: object) -> dict[str, float]:
         rows = tmp_path / "rows.jsonl"
         rows.write_text(
             "".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(len(errors)))
@@ -49,6 +49,7 @@ def evaluated(tmp_path, monkeypatch):
             data={"train": str(train), "eval": str(rows)},
             eval={"samples": 2, "temperature": 1.0},
             generator={"max_running": held},
+            **sections,
         )
 
         playing = 0
@@ -57,9 +58,8 @@ def evaluated(tmp_path, monkeypatch):
             nonlocal playing
             playing += 1
             await turns(1)
-            assert playing <= max(1, held * config.environment.episodes_per_slot // 2), (
-                "episodes have seconds to end in, so none waits for the engine"
-            )
+            slots = held if config.environment.is_used else 4 * held
+            assert playing <= max(1, slots // 2), "episodes have seconds to end in: none waits for the engine"
             playing -= 1
             if (error := errors[number - 1]) is not None:
                 raise error
@@ -90,9 +90,10 @@ def test_a_set_without_any_score_is_refused_with_the_first_reason(evaluated):
         evaluated(ValueError("odd row"), ResultError("no reward"))
 
 
+@pytest.mark.parametrize("environment", [{}, {"uses": "game.py:Guess"}])
 @pytest.mark.parametrize("held", [1, 4, 6])
-def test_no_more_answers_are_under_way_than_a_generator_holds(evaluated, held):
-    assert evaluated(*[None] * 9, held=held)["eval/prompts"] == 9
+def test_no_more_episodes_are_under_way_than_there_are_slots(evaluated, held, environment):
+    assert evaluated(*[None] * 9, held=held, environment=environment)["eval/prompts"] == 9
 
 
 @pytest.mark.parametrize(("given", "is_run"), [("runs/a", True), ("a", True), ("other/model", False)])
