@@ -72,7 +72,7 @@ async def _evaluate(config: Config, *only: str) -> dict[str, float]:
     if config.model.lora is not None:
         require_usable(config.model.lora, config.model.path)
     prompts = PromptSource.of(config)
-    vocabulary, metrics = vocabulary_size(config.model), dict[str, float]()
+    vocabulary, metrics, failed = vocabulary_size(config.model), dict[str, float](), list[str]()
     sets = {name: config.of(one) for name, one in config.data.sets.items() if not only or name in only}
     asked = {name: prompts.eval_prompts(one.eval.prompts, name) for name, one in sets.items()}
     tasks = {found[0].task for found in asked.values()}
@@ -89,7 +89,9 @@ async def _evaluate(config: Config, *only: str) -> dict[str, float]:
             metrics |= summarise(groups, version=0, name=name).metrics
             if all(group.dead_reason for group in groups):
                 where = f"data.eval{f' {name}' if name else ''}: each of {len(groups)} prompts failed"
-                raise RunError(f"{where}, the first with: {groups[0].dead_reason}")
+                failed.append(f"{where}, the first with: {groups[0].dead_reason}")
+    if len(failed) == len(sets):
+        raise RunError("; ".join(failed))
     return metrics
 
 

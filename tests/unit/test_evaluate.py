@@ -44,13 +44,13 @@ def evaluated(tmp_path, monkeypatch):
         train.write_text(json.dumps({"prompt": "9+9="}) + "\n")
         model = character_tokenizer(tmp_path / "model")
         (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "vocab_size": 64}')
-        config = config_of(
-            model={"path": model},
-            data={"train": str(train), "eval": str(rows)},
-            eval={"samples": 2, "temperature": 1.0},
-            generator={"max_running": held},
-            **sections,
-        )
+        own = {
+            "model": {"path": model},
+            "data": {"train": str(train), "eval": str(rows)},
+            "eval": {"samples": 2, "temperature": 1.0},
+            "generator": {"max_running": held},
+        }
+        config = config_of(**own | sections)
 
         playing = 0
 
@@ -88,6 +88,15 @@ def test_a_set_without_any_score_is_refused_with_the_first_reason(evaluated):
         RunError, match=r"data\.eval: each of 2 prompts failed, the first with: ValueError: odd"
     ):
         evaluated(ValueError("odd row"), ResultError("no reward"))
+
+
+def test_a_set_without_any_score_costs_no_other_set_its_scores(evaluated, tmp_path, caplog):
+    rows = str(tmp_path / "rows.jsonl")
+    sets = [{"path": rows, "name": "first", "limit": 1}, {"path": rows, "name": "both"}]
+    data = {"train": str(tmp_path / "train.jsonl"), "eval": sets}
+    metrics = evaluated(ResultError("no sandbox"), None, data=data)
+    assert metrics["eval/first/prompts"] == 0 and metrics["eval/both/reward_mean"] == 0.25
+    assert "data.eval first: 1 of 1 held-out prompts failed" in caplog.text and "no sandbox" in caplog.text
 
 
 @pytest.mark.parametrize("environment", [{}, {"uses": "game.py:Guess"}])
