@@ -35,7 +35,9 @@ ANSWER = Rollout(
 def evaluated(tmp_path, monkeypatch):
     """Evaluate three prompts, of which some raise: metrics of the command."""
 
-    def run(*errors: Exception | None, held: int = 256, **sections: object) -> dict[str, float]:
+    def run(
+        *errors: Exception | list[Exception] | None, held: int = 256, **sections: object
+    ) -> dict[str, float]:
         rows = tmp_path / "rows.jsonl"
         rows.write_text(
             "".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(len(errors)))
@@ -61,7 +63,9 @@ def evaluated(tmp_path, monkeypatch):
             slots = held if config.environment.is_used else 4 * held
             assert playing <= max(1, slots // 2), "episodes have seconds to end in: none waits for the engine"
             playing -= 1
-            if (error := errors[number - 1]) is not None:
+            if isinstance(error := errors[number - 1], list):
+                error = error.pop(0) if error else None
+            if error is not None:
                 raise error
             return Group(ticket_id=number, rollouts=(ANSWER,) * 2, generator_id="eval", finished_version=0)
 
@@ -88,6 +92,11 @@ def test_a_set_without_any_score_is_refused_with_the_first_reason(evaluated):
         RunError, match=r"data\.eval: each of 2 prompts failed, the first with: ValueError: odd"
     ):
         evaluated(ValueError("odd row"), ResultError("no reward"))
+
+
+def test_a_prompt_has_as_many_attempts_as_in_a_run(evaluated):
+    metrics = evaluated(*([ResultError("a service is down")] * failures for failures in (2, 3)))
+    assert metrics["eval/prompts"] == 1 and metrics["eval/dead_groups"] == 1
 
 
 def test_a_set_without_any_score_costs_no_other_set_its_scores(evaluated, tmp_path, caplog):
