@@ -139,6 +139,8 @@ class LeadRun:
             if self.stop.is_set():  # the generators leave too, and the last step is saved
                 self.saving.exports.finish()
                 raise SystemExit(128 + signal.SIGTERM)
+            self.hub.check()
+            self.publisher.check()
         self.taking.lane.close()  # no ticket will follow
         self.saving.finish()
         self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")

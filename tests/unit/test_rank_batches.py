@@ -12,7 +12,7 @@ import pytest
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.errors import WireError
+from asyncrl.errors import UpdatesRefused, WireError
 from asyncrl.hosting import progress
 from asyncrl.launch import learner_runs, same_bytes
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
@@ -177,6 +177,15 @@ def test_a_step_has_the_frame_of_each_of_its_groups() -> None:
         buffer.put("g", ticket.id, frame(ticket.id))
     taken = taking.poll(0, wait_s=0.0)
     assert taken is not None and contents(taken) == list(taken.frames) and len(taken.frames) == 4
+
+
+@pytest.mark.parametrize("part", ["hub", "publisher"])
+def test_the_last_evaluation_waits_for_no_answer_of_weights_that_arrive_nowhere(part: str) -> None:
+    run = lead_run(mock.Mock(), mock.Mock(**{"last_rounds.return_value": [[], []]}))
+    getattr(run, part).check.side_effect = UpdatesRefused("no generator takes them")
+    with pytest.raises(UpdatesRefused):
+        run.finish()
+    run.reporting.evaluation.assert_called_once_with([])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("end", [STOP, END])
