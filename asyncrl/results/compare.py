@@ -68,7 +68,7 @@ def results(archives: Mapping[str, Archive]) -> Table:
     known = dict.fromkeys(name for one in archives.values() for name in one.names)
     evaluated: list[tuple[str, Callable[[Archive], str]]] = [
         (f"{name}, {which}", _shown(name, which))
-        for wanted in ("eval/accuracy", "eval/reward_mean")
+        for wanted in SCORES
         for name in of_sets(wanted, known) or [wanted]
         for which in get_args(Which)
     ]
