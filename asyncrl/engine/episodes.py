@@ -25,6 +25,7 @@ from asyncrl.rewards.base import ABSTAINED, EPISODE_COLUMNS, RewardInput, Score,
 from asyncrl.session.base import Renderer, without_stop
 from asyncrl.session.tree import Session
 from asyncrl.types import Group, Prompt, Rollout, Turns
+from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,6 @@ class EpisodeSampler:
     max_prompt_tokens: int
     generator_id: str
     seed: int  # of the run
-    max_sequences: int = MOST_SEQUENCES  # an episode is cut off when it would begin another one
     # Episodes that failed, without which a group may go if its limits do not ask for whole groups.
     most_missing: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -82,6 +82,8 @@ class EpisodeSampler:
         started_s, size = time.monotonic(), limits.rollouts
         # A held-out prompt has the same seed in all evaluations, which can then be compared.
         seed = group_seed(self.seed, ticket_id if prompt.held_out is None else -1 - prompt.held_out)
+        # An episode is cut off when it would begin another sequence: each group fits a frame.
+        most = max(1, min(MOST_SEQUENCES, MAX_ROLLOUTS // size))
         specs = [spec] * size + [replace(spec, temperature=0.0)] * greedy
         # Statistics of whole groups need all episodes, and the advantage that asks for it the greedy one.
         most_missing = 0 if limits.whole else min(self.most_missing, size - 1)
@@ -89,7 +91,7 @@ class EpisodeSampler:
 
         async def play(index: int, one: SamplingSpec) -> Episode | None:
             try:
-                return await self.play(prompt, one, seed=seed, episode=index)
+                return await self.play(prompt, one, seed=seed, episode=index, sequences=most)
             except EpisodeFailed as failed:
                 if index >= size or missing.total() >= most_missing:
                     raise
@@ -125,15 +127,17 @@ class EpisodeSampler:
             greedy_reward=scored[size].rollouts[0].reward if greedy else None,
         )
 
-    async def play(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
-        """One unscored episode; after a fault of the environment it is played again from the start.
+    async def play(
+        self, prompt: Prompt, spec: SamplingSpec, *, sequences: int = MOST_SEQUENCES, seed: int, episode: int
+    ) -> Episode:
+        """One unscored episode of at most so many sequences; after a fault it is played again from the start.
 
         Raises EngineError, and EpisodeFailed if every replay fails.
         """
         faults: list[str] = []
         while len(faults) <= self.config.replays:
             try:
-                played = await self._attempt(prompt, spec, seed=seed, episode=episode)
+                played = await self._attempt(prompt, spec, sequences, seed=seed, episode=episode)
             except EnvironmentFault as fault:
                 faults.append(str(fault))
                 log.warning("the environment failed, attempt %d: %s", len(faults), fault)
@@ -144,14 +148,16 @@ class EpisodeSampler:
         text = f"the environment failed in all {len(faults)} attempts at an episode: {reasons}"
         raise EpisodeFailed(text, last)
 
-    async def _attempt(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
+    async def _attempt(
+        self, prompt: Prompt, spec: SamplingSpec, sequences: int, *, seed: int, episode: int
+    ) -> Episode:
         config, began_s = self.config, time.monotonic()
         session = Session(self.renderer, history=config.history, own=prompt.messages or prompt.text)
         budget = Budget(
             max_prompt_tokens=self.max_prompt_tokens,
             max_response_tokens=spec.max_response_tokens,
             max_turns=config.max_turns,
-            max_sequences=self.max_sequences,
+            max_sequences=sequences,
             ends_at_s=began_s + config.episode_s,
         )
         talk = SessionTalk(session, self.engine, spec, self.read, budget)

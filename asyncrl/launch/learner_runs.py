@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.image_processor import LearnerImages
 from asyncrl.errors import reason_of
-from asyncrl.hosting.progress import Pace, begin
+from asyncrl.hosting.progress import Pace, beat, begin
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.launch.same_bytes import END, STOP, hand_out, receive
 from asyncrl.launch.saving import LeadSaving, Saving
@@ -89,8 +89,12 @@ class LeadRun:
         self.hub.check()
         self.publisher.check()
         self.taking.heal(version)
-        self.reporting.evaluation(self.taking.evaluated())
+        self.reporting.evaluation(self.taking.evaluated(), self._alive)
         return self.taking.poll(version, wait_s=POLL_S)
+
+    def _alive(self) -> None:
+        self.trainer.broadcast(b"")  # to the other ranks, which wait and report that they live, too
+        beat()
 
     def _is_in_touch(self) -> bool:
         """Whether the control plane has done something since the last call; if not, no weights arrive."""
@@ -114,12 +118,13 @@ class LeadRun:
             self.hub.announce(published.result())
 
     def report(self, step: Step) -> None:
-        """Report a finished step and the evaluations that are complete."""
+        """Report a finished step and the evaluations that are complete; the other ranks wait for that."""
         counters = {f"weights/{name}": value for name, value in self.hub.counters().items()}
         counters["weights/moved"] = self._moved
         self.reporting.step(step, self.trainer.usage(), counters | self.taking.counters())
         self.taking.deaths.end(step.version - 1)  # its groups killed no learner
-        self.reporting.evaluation(self.taking.evaluated())
+        self.reporting.evaluation(self.taking.evaluated(), self._alive)
+        self.trainer.broadcast(b"reported")
 
     def checkpoint(self, version: int, *, last: bool) -> None:
         """Save if it is due; then the store may forget."""
@@ -134,6 +139,8 @@ class LeadRun:
             if self.stop.is_set():  # the generators leave too, and the last step is saved
                 self.saving.exports.finish()
                 raise SystemExit(128 + signal.SIGTERM)
+            self.hub.check()
+            self.publisher.check()
         self.taking.lane.close()  # no ticket will follow
         self.saving.finish()
         self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")
@@ -180,8 +187,10 @@ class FollowerRun:
             pass
 
     def report(self, step: Step) -> None:
-        """Tell rank 0, which reports for all, what this rank has used."""
+        """Tell rank 0, which reports for all, what this rank has used, and wait until it has reported."""
         self.trainer.usage()
+        while not self.trainer.broadcast(None):
+            beat()
 
     def checkpoint(self, version: int, *, last: bool) -> None:
         """Save if it is due."""

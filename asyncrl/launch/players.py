@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.config import registry
 from asyncrl.config.resolved import config_json
 from asyncrl.config.schema import Config
@@ -23,7 +22,6 @@ from asyncrl.launch.scorers import scorers_in
 from asyncrl.rewards.opened import Asker, Rewards
 from asyncrl.run.starts import code_of, unchanged
 from asyncrl.session.delta import closer, rewritten
-from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
 if TYPE_CHECKING:
     from asyncrl.addons.endpoint.agent_process import AgentEnvironment
@@ -52,9 +50,9 @@ class Player:
         return self.environment.description.get("kind") if self.environment else None
 
     def sampler(
-        self, engine: Engine, prompts: PromptSource, generator_id: str, *, counts: Counter[str], episodes: int
+        self, engine: Engine, prompts: PromptSource, generator_id: str, counts: Counter[str]
     ) -> GroupSampler:
-        """Return what samples and scores groups of at most so many `episodes`."""
+        """Return what samples and scores groups."""
         if self.environment is None:
             assert self.scorer is not None, "a config without an environment has a reward function"
             return Sampler(engine, self.scorer, prompts.decode, generator_id, counts=counts)
@@ -84,8 +82,6 @@ class Player:
             max_prompt_tokens=self.config.sampling.max_prompt_tokens,
             generator_id=generator_id,
             seed=self.config.run.seed,
-            # Each group fits a frame.
-            max_sequences=max(1, min(MOST_SEQUENCES, MAX_ROLLOUTS // episodes)),
             most_missing=self.config.batch.missing_episodes,
             counts=counts,
         )
@@ -176,12 +172,8 @@ class Players:
 
     def sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
         """Return what samples and scores the group of a ticket."""
-        episodes = max(
-            self.config.batch.group_size, *(one.eval.samples for one in self.config.tasks.values())
-        )
         made = {
-            id(one): one.sampler(engine, prompts, generator_id, counts=self.counts, episodes=episodes)
-            for one in self.tasks.values()
+            id(one): one.sampler(engine, prompts, generator_id, self.counts) for one in self.tasks.values()
         }
         by_task = {index: made[id(one)] for index, one in self.tasks.items()}
         sampler = TaskSampler(by_task) if len(made) > 1 else by_task[min(by_task)]

@@ -18,7 +18,7 @@ from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.same_bytes import END
 from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
-from asyncrl.run.best import Judged
+from asyncrl.run.best import Judged, read_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.exports import Exports, Pushes
 from asyncrl.run.learner_state import LearnerState
@@ -179,7 +179,13 @@ def open_judged(
     config: Config, data: DataFiles, checkpoints: CheckpointStore, directory: Path, state: LearnerState
 ) -> Judged:
     """Return what decides by metrics which of the `checkpoints` in `directory` stay."""
-    judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, state.stop, data.asked)
+    open_with = partial(
+        Judged, config.learner, config.checkpoint, directory, checkpoints.steps, asked=data.asked
+    )
+    # The checkpoint may be older than the reason, and the training has ended.
+    judged = open_with(read_ended(directory, state.version))
+    if not judged.why_ended():
+        judged = open_with(state.stop)
     checkpoints.keeps = judged.keeps
     return judged
 

@@ -126,12 +126,12 @@ class Reporting:
                 self.pairs.write(step)
         self.log({**metrics, **counters, "telemetry/failed": self.guard.failures.total()}, step=step.version)
 
-    def evaluation(self, results: Sequence[EvalResult]) -> None:
-        """Report rounds that have become complete, and write all of their samples."""
+    def evaluation(self, results: Sequence[EvalResult], alive: Callable[[], object] = beat) -> None:
+        """Report complete rounds and write all of their samples; call `alive` often in the meantime."""
         for result in results:
             self.log(result.metrics, step=result.version)
             with self.guard("samples of an evaluation"):
-                records = eval_records(result.groups, result.version, self.decode)
+                records = eval_records(result.groups, result.version, self.decode, alive)
                 records = [replace(record, eval_set=result.name) for record in records]
                 self.trackers.samples(few(records))
                 path = self.directory.evaluation(result.version, result.name)
@@ -223,11 +223,13 @@ def dropped_records(step: Step, decode: Decode, count: int) -> list[SampleRecord
     return [_dropped(group, reason, step.version, decode) for _, group, reason in chosen]
 
 
-def eval_records(groups: Sequence[Group], version: int, decode: Decode) -> list[SampleRecord]:
-    """Return all rollouts of an evaluation, and a record for each prompt that failed."""
+def eval_records(
+    groups: Sequence[Group], version: int, decode: Decode, alive: Callable[[], object] = beat
+) -> list[SampleRecord]:
+    """Return all rollouts of an evaluation, and a record for each failed prompt; call `alive` for each."""
     records: list[SampleRecord] = []
     for number, group in enumerate(groups, start=1):
-        beat()  # thousands of long answers take longer than a process may be silent
+        alive()  # thousands of long answers take longer than a process may be silent
         if group.dead_reason is not None:
             lost = _dropped(group, f"held-out, {group.dead_reason}", version, decode)
             records.append(replace(lost, prompt_number=number))

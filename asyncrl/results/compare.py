@@ -68,7 +68,7 @@ def results(archives: Mapping[str, Archive]) -> Table:
     known = dict.fromkeys(name for one in archives.values() for name in one.names)
     evaluated: list[tuple[str, Callable[[Archive], str]]] = [
         (f"{name}, {which}", _shown(name, which))
-        for wanted in ("eval/accuracy", "eval/reward_mean")
+        for wanted in SCORES
         for name in of_sets(wanted, known) or [wanted]
         for which in get_args(Which)
     ]
@@ -223,8 +223,9 @@ def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
 def over_time(archive: Archive, name: str) -> Points:
     """Return (minutes since the end of the first step, value), so the time to load models does not count."""
     rows = [archive.history.rows[step] for step in archive.history.steps]
-    began = min((row["time"] for row in rows if {"time", "time/step"} <= row.keys()), default=0.0)
-    return by_minute(rows, name, began)
+    # A run that ended in its first step may have been evaluated.
+    times = [row["time"] for row in rows if {"time", "time/step"} <= row.keys()] or archive.history.times
+    return by_minute(rows, name, min(times, default=0.0))
 
 
 def _shown(name: str, which: Which) -> Callable[[Archive], str]:

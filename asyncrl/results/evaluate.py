@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 from asyncrl.algo.trainable import GroupLimits
@@ -72,7 +74,7 @@ async def _evaluate(config: Config, *only: str) -> dict[str, float]:
     if config.model.lora is not None:
         require_usable(config.model.lora, config.model.path)
     prompts = PromptSource.of(config)
-    vocabulary, metrics = vocabulary_size(config.model), dict[str, float]()
+    vocabulary, metrics, failed = vocabulary_size(config.model), dict[str, float](), list[str]()
     sets = {name: config.of(one) for name, one in config.data.sets.items() if not only or name in only}
     asked = {name: prompts.eval_prompts(one.eval.prompts, name) for name, one in sets.items()}
     tasks = {found[0].task for found in asked.values()}
@@ -80,35 +82,40 @@ async def _evaluate(config: Config, *only: str) -> dict[str, float]:
         for name, one in sets.items():
             spec = SamplingSpec.of(one.sampling, one.eval.temperature)
             limits = group_limits(one, vocabulary)[1]
-            # As many episodes as a generator holds: the seconds of those that wait for the engine count, too.
-            held = one.generator.max_running * one.environment.episodes_per_slot // limits.rollouts
-            room, numbered = asyncio.Semaphore(max(1, held)), enumerate(asked[name], start=1)
-            groups = await asyncio.gather(
-                *(_answered(sampler, prompt, number, limits, spec, room) for number, prompt in numbered)
-            )
+            # The seconds of an episode that waits for the engine count, too. A single response may wait.
+            held = one.generator.max_running * (1 if one.environment.is_used else 4) // limits.rollouts
+            room = asyncio.Semaphore(max(1, held))
+            ask_for = partial(_answered, sampler, limits, spec, room, config.reward.attempts)
+            groups = await asyncio.gather(*map(ask_for, asked[name], count(1)))
             metrics |= summarise(groups, version=0, name=name).metrics
             if all(group.dead_reason for group in groups):
                 where = f"data.eval{f' {name}' if name else ''}: each of {len(groups)} prompts failed"
-                raise RunError(f"{where}, the first with: {groups[0].dead_reason}")
+                failed.append(f"{where}, the first with: {groups[0].dead_reason}")
+    if len(failed) == len(sets):
+        raise RunError("; ".join(failed))
     return metrics
 
 
 async def _answered(
     sampler: GroupSampler,
-    prompt: Prompt,
-    number: int,
     limits: GroupLimits,
     spec: SamplingSpec,
     room: asyncio.Semaphore,
+    attempts: int,
+    prompt: Prompt,
+    number: int,
 ) -> Group:
     """Return the group of a prompt, which is dead if its answers or their rewards failed, as in training."""
-    try:
-        async with room:
-            return await sampler.group(prompt, number, limits, spec)
-    except Exception as error:
-        if isinstance(error, EngineError) and not isinstance(error, ResultError):
-            raise
-        return Group.dead(number, reason_of(error), generator_id="eval", version=0)
+    reason = ""
+    for _ in range(attempts):
+        try:
+            async with room:
+                return await sampler.group(prompt, number, limits, spec)
+        except Exception as error:
+            if isinstance(error, EngineError) and not isinstance(error, ResultError):
+                raise
+            reason = reason_of(error)
+    return Group.dead(number, reason, generator_id="eval", version=0)
 
 
 if __name__ == "__main__":

@@ -87,13 +87,13 @@ def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
     stop, ended = config.learner.stop_when, read_ended(directory.checkpoints, trained)
     asked = DataFiles(config).asked(stop.metric) if stop and ended else ""
-    if why := why_ended(stop, ended, asked):
+    status = read_status(directory.status)
+    is_evaluated = not config.data.eval or (status is not None and status.state == "finished")
+    if is_evaluated and (why := why_ended(stop, ended, asked)):
         return (
             f"{directory.path} has ended after step {trained}: {why}. Another learner.stop_when, or none, "
             "goes on; --fresh begins again"
         )
-    status = read_status(directory.status)
-    is_evaluated = not config.data.eval or (status is not None and status.state == "finished")
     if trained < steps or (trained == steps and not is_evaluated):
         return ""
     return (

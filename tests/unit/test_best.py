@@ -18,6 +18,7 @@ from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.saved import Saved, nothing_left
+from asyncrl.telemetry.status import StatusSnapshot, write_status
 from tests.support.fake_trainer import KEY, FakeTrainer, save_whole
 from tests.support.task_config import config_of
 
@@ -140,6 +141,16 @@ def test_values_of_an_evaluation_that_was_changed_are_not_compared(tmp_path: Pat
         if step == 2:
             judged.ended(2)
             saved = Saved(directory.checkpoints, {"version": 2}, is_exported=True)
+            assert nothing_left(two, directory, saved) == "", "its last evaluation is left"
+            numbers: Any = {
+                "step": 2,
+                "total_steps": 9,
+                "version": 2,
+                "started_at": 1,
+                "updated_at": 2,
+                "pid": 1,
+            }
+            write_status(directory.status, StatusSnapshot(run="r", state="finished", **numbers))
             assert "has ended after step 2" in nothing_left(two, directory, saved)
             assert nothing_left(four, directory, saved) == ""
             file.write_text(json.dumps({"prompt": "hard"}))
@@ -227,6 +238,29 @@ def test_the_training_ends_at_the_value_or_after_the_patience_also_over_restarts
     assert read_ended(tmp_path, 8) == {}, "a later step is not that end"
     assert not why_ended(None, state) and not why_ended(StopConfig(metric="eval/other", reaches=0.0), state)
     assert not why_ended(StopConfig(metric=METRIC, patience=50), state), "another patience goes on"
+
+
+def test_a_training_that_has_ended_stays_so_if_its_last_checkpoint_is_older_than_the_reason(
+    tmp_path: Path,
+) -> None:
+    def judge(version: int, **stop: Any) -> Judged:
+        learner = {"steps": 9, "stop_when": {"metric": METRIC, **stop}}
+        config = config_of(data={"train": "x", "eval": str(file)}, learner=learner)
+        state = LearnerState(version=version, stop=before)
+        store = CheckpointStore(tmp_path, KEY, 2)
+        return open_judged(config, DataFiles(config), store, tmp_path, state)
+
+    file, before = tmp_path / "held-out.jsonl", dict[str, Any]()
+    file.write_text('{"prompt": "1"}')
+    judged = judge(4, reaches=0.5)
+    judged.see({METRIC: 0.1}, 2)
+    before = judged.state()
+    judged.see({METRIC: 0.9}, 4)
+    judged.ended(4)
+    assert judge(4, reaches=0.5).why_ended() == judged.why_ended() != ""
+    assert judge(5, reaches=0.5).state() == judge(4, reaches=1.0).state() == before, (
+        "step 4 is evaluated again"
+    )
 
 
 def test_the_best_is_exported_if_it_is_whole(tmp_path: Path) -> None:

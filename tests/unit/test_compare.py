@@ -119,6 +119,14 @@ def test_the_page_overlays_curves_by_step_and_by_time(
     assert over_time(read_archive(RunDirectory(runs[1])), "nothing") == []
 
 
+def test_a_run_that_was_evaluated_and_made_no_step_begins_with_the_others(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    make_run(tmp_path / "c", [], {}, accuracy={0: 0.1})
+    archives = labelled([read_archive(RunDirectory(run)) for run in (*runs, tmp_path / "c")])
+    assert over_time(archives["c"], "eval/reward_mean") == [(0.0, 0.1)]
+
+
 def test_the_page_shows_a_metric_once(runs: list[Path]) -> None:
     with (runs[0] / "metrics" / "learner.jsonl").open("a") as file:
         file.write('{"step": 31, "time": 1e6, "environment/tools/calls": 2.0, "environment/model_s": 1.0}\n')

@@ -20,11 +20,13 @@ from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.environments.base import Answer, BudgetSpent, Outcome
 from asyncrl.environments.loops import Conversation, play_text
 from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RewardError
+from asyncrl.launch.players import Players
 from asyncrl.lineage import Weights
 from asyncrl.rewards.base import Score
 from asyncrl.types import Prompt
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.letters import Letters, read, text_of
+from tests.support.task_config import config_of
 from tests.support.waiting import elapse, in_virtual_time, until
 
 LIMITS = GroupLimits(vocabulary=16, rollouts=3, max_tokens=200)
@@ -220,6 +222,25 @@ def test_a_greedy_episode_is_played_for_its_reward_only():
     best = int(logits_of(0).argmax())
     assert group.greedy_reward == (1.0 if best == EOS else SPEC.max_response_tokens)
     assert group.episodes == 3
+
+
+def test_samples_of_an_evaluation_cut_off_no_episode_of_training(tmp_path):
+    async def play(talk, episode):
+        for text in "abcdef":
+            await talk.chat([{"role": "user", "content": text}], max_tokens=1)
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    config = config_of(
+        model={"path": "m"},
+        environment={"uses": "game.py:Guess"},
+        eval={"samples": 1024, "temperature": 1.0},
+    )
+    prompts = SimpleNamespace(tokenizer=None, renderer=Letters())
+    made = Players.of(config, tmp_path).sampler(FakeEngine(), prompts, "g0")
+    made.environment, made.scorer, made.read = Played(play), None, read
+    group = group_of(made)
+    assert len(group.rollouts) == 6 * LIMITS.rollouts
+    assert {one.finish_reason for one in group.rollouts} == {"stop"}
 
 
 def test_conversations_of_one_episode_are_its_sequences_and_have_its_reward():

@@ -35,7 +35,9 @@ ANSWER = Rollout(
 def evaluated(tmp_path, monkeypatch):
     """Evaluate three prompts, of which some raise: metrics of the command."""
 
-    def run(*errors: Exception | None, held: int = 256) -> dict[str, float]:
+    def run(
+        *errors: Exception | list[Exception] | None, held: int = 256, **sections: object
+    ) -> dict[str, float]:
         rows = tmp_path / "rows.jsonl"
         rows.write_text(
             "".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(len(errors)))
@@ -44,12 +46,13 @@ def evaluated(tmp_path, monkeypatch):
         train.write_text(json.dumps({"prompt": "9+9="}) + "\n")
         model = character_tokenizer(tmp_path / "model")
         (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "vocab_size": 64}')
-        config = config_of(
-            model={"path": model},
-            data={"train": str(train), "eval": str(rows)},
-            eval={"samples": 2, "temperature": 1.0},
-            generator={"max_running": held},
-        )
+        own = {
+            "model": {"path": model},
+            "data": {"train": str(train), "eval": str(rows)},
+            "eval": {"samples": 2, "temperature": 1.0},
+            "generator": {"max_running": held},
+        }
+        config = config_of(**own | sections)
 
         playing = 0
 
@@ -57,11 +60,12 @@ def evaluated(tmp_path, monkeypatch):
             nonlocal playing
             playing += 1
             await turns(1)
-            assert playing <= max(1, held * config.environment.episodes_per_slot // 2), (
-                "episodes have seconds to end in, so none waits for the engine"
-            )
+            slots = held if config.environment.is_used else 4 * held
+            assert playing <= max(1, slots // 2), "episodes have seconds to end in: none waits for the engine"
             playing -= 1
-            if (error := errors[number - 1]) is not None:
+            if isinstance(error := errors[number - 1], list):
+                error = error.pop(0) if error else None
+            if error is not None:
                 raise error
             return Group(ticket_id=number, rollouts=(ANSWER,) * 2, generator_id="eval", finished_version=0)
 
@@ -90,9 +94,24 @@ def test_a_set_without_any_score_is_refused_with_the_first_reason(evaluated):
         evaluated(ValueError("odd row"), ResultError("no reward"))
 
 
+def test_a_prompt_has_as_many_attempts_as_in_a_run(evaluated):
+    metrics = evaluated(*([ResultError("a service is down")] * failures for failures in (2, 3)))
+    assert metrics["eval/prompts"] == 1 and metrics["eval/dead_groups"] == 1
+
+
+def test_a_set_without_any_score_costs_no_other_set_its_scores(evaluated, tmp_path, caplog):
+    rows = str(tmp_path / "rows.jsonl")
+    sets = [{"path": rows, "name": "first", "limit": 1}, {"path": rows, "name": "both"}]
+    data = {"train": str(tmp_path / "train.jsonl"), "eval": sets}
+    metrics = evaluated(ResultError("no sandbox"), None, data=data)
+    assert metrics["eval/first/prompts"] == 0 and metrics["eval/both/reward_mean"] == 0.25
+    assert "data.eval first: 1 of 1 held-out prompts failed" in caplog.text and "no sandbox" in caplog.text
+
+
+@pytest.mark.parametrize("environment", [{}, {"uses": "game.py:Guess"}])
 @pytest.mark.parametrize("held", [1, 4, 6])
-def test_no_more_answers_are_under_way_than_a_generator_holds(evaluated, held):
-    assert evaluated(*[None] * 9, held=held)["eval/prompts"] == 9
+def test_no_more_episodes_are_under_way_than_there_are_slots(evaluated, held, environment):
+    assert evaluated(*[None] * 9, held=held, environment=environment)["eval/prompts"] == 9
 
 
 @pytest.mark.parametrize(("given", "is_run"), [("runs/a", True), ("a", True), ("other/model", False)])

@@ -1,6 +1,8 @@
 """All ranks of a learner train on the same bytes, whatever becomes of the store in the meantime."""
 
 import threading
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -10,9 +12,9 @@ import pytest
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.errors import WireError
+from asyncrl.errors import UpdatesRefused, WireError
 from asyncrl.hosting import progress
-from asyncrl.launch import learner_runs
+from asyncrl.launch import learner_runs, same_bytes
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.same_bytes import END, STOP
 from asyncrl.launch.taking import Taking
@@ -139,6 +141,35 @@ def test_the_other_ranks_do_not_count_as_hung_while_rank_0_ends_the_run(monkeypa
     assert found == [None, "rank made no progress for 1801 s in `end`"]
 
 
+def test_the_other_ranks_report_that_they_live_while_rank_0_reads_the_answers_of_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of long answers take longer than a rank may be silent."""
+    beats, prompts, meeting = Counter[int](), 40, Meeting(2)
+    for module in (learner_runs, same_bytes):
+        monkeypatch.setattr(module, "beat", lambda: beats.update([threading.get_ident()]), raising=False)
+    taking = mock.Mock(**{"counters.return_value": {}})
+    taking.poll.return_value = Collected(groups=(), rejected=(), takes=1, frames=(frame(1),))
+    lead, follower = lead_run(FakeTrainer(meeting, 0), taking), follower_run(FakeTrainer(meeting, 1))
+    monkeypatch.setattr(lead.hub, "counters", dict)
+
+    def evaluation(results: object, alive: Callable[[], object] = lambda: None) -> None:
+        for _ in range(prompts):
+            alive()
+
+    monkeypatch.setattr(lead.reporting, "evaluation", evaluation)
+
+    def work(run: LeadRun | FollowerRun) -> tuple[int, int]:
+        run.collect(0)
+        collected = beats[threading.get_ident()]
+        run.report(mock.Mock(version=1))
+        return collected, beats[threading.get_ident()] - collected
+
+    with ThreadPoolExecutor(2) as pool:
+        for counts in pool.map(work, (lead, follower)):
+            assert min(counts) >= prompts
+
+
 def test_a_step_has_the_frame_of_each_of_its_groups() -> None:
     buffer = MemoryBuffer(BufferRules(groups=B))
     taking = taking_from(buffer)
@@ -146,6 +177,15 @@ def test_a_step_has_the_frame_of_each_of_its_groups() -> None:
         buffer.put("g", ticket.id, frame(ticket.id))
     taken = taking.poll(0, wait_s=0.0)
     assert taken is not None and contents(taken) == list(taken.frames) and len(taken.frames) == 4
+
+
+@pytest.mark.parametrize("part", ["hub", "publisher"])
+def test_the_last_evaluation_waits_for_no_answer_of_weights_that_arrive_nowhere(part: str) -> None:
+    run = lead_run(mock.Mock(), mock.Mock(**{"last_rounds.return_value": [[], []]}))
+    getattr(run, part).check.side_effect = UpdatesRefused("no generator takes them")
+    with pytest.raises(UpdatesRefused):
+        run.finish()
+    run.reporting.evaluation.assert_called_once_with([])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("end", [STOP, END])
