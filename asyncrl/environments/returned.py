@@ -39,7 +39,7 @@ def read_reset(reply: Mapping[str, Any]) -> tuple[Observation, int]:
         if len(value) != 2 or not isinstance(value[1], Mapping):
             raise _wrong("reset", value, "an observation, or (observation, info)")
         value, info = value
-    return read_observation("reset", value), state_of(value, info)
+    return _read_observation("reset", value), state_of(value, info)
 
 
 def read_step(reply: Mapping[str, Any]) -> Step:
@@ -57,7 +57,7 @@ def read_step(reply: Mapping[str, Any]) -> Step:
             raise _wrong("step", value, STEP)
     observation, reward, done, truncated = step
     state = state_of(observation, info)
-    return Step(read_observation("step", observation), read_reward("step", reward), done, truncated, state)
+    return Step(_read_observation("step", observation), read_reward("step", reward), done, truncated, state)
 
 
 def state_of(observation: object, info: object) -> int:
@@ -104,7 +104,7 @@ def read_done(value: object) -> bool:
     return bool(value)
 
 
-def read_observation(method: str, value: object) -> Observation:
+def _read_observation(method: str, value: object) -> Observation:
     """Return text, messages with a role and text, or None."""
     if value is None or isinstance(value, str):
         return value

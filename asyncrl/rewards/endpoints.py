@@ -112,7 +112,7 @@ class JudgeService:
     def __init__(self, settings: Judge, model: Service, fields: Mapping[str, Any]) -> None:
         """Take what a request has besides its messages. Raises RewardError for an unusable template."""
         self._settings, self._model, self._fields = settings, model, fields
-        self._template, _ = read_template(settings.prompt)
+        self._template, _ = _read_template(settings.prompt)
         self._limiter: AsyncLimiter | None = None
         # Of the answers so far, for the limit of tokens.
         self._answers, self._tokens = 0, 0
@@ -221,7 +221,7 @@ def key_of(settings: HttpReward) -> str | None:
     raise RewardError(f"{settings.key_env} (key_env), the key of {settings.url}, {found}; {cure}")
 
 
-def read_template(path: Path) -> tuple[jinja2.Template, frozenset[str]]:
+def _read_template(path: Path) -> tuple[jinja2.Template, frozenset[str]]:
     """Read a judge's template, and the columns that it uses. Raises RewardError."""
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
@@ -236,7 +236,7 @@ def read_template(path: Path) -> tuple[jinja2.Template, frozenset[str]]:
 
 def columns_of(judge: Judge) -> frozenset[str]:
     """Return the columns that a judge needs. Raises RewardError."""
-    _, columns = read_template(judge.prompt)
+    _, columns = _read_template(judge.prompt)
     return columns | {judge.against} if judge.against else columns
 
 
