@@ -12,6 +12,7 @@ Processes may be added and drained while the run goes on.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from asyncrl.backoff import Backoff
@@ -71,7 +72,7 @@ class _Child:
         return self.family if self.family and self.family.process.poll() is None else None
 
 
-class Supervisor:
+class Supervisor(AbstractContextManager["Supervisor"]):
     """Keeps `specs` running. Use as a context manager: leaving it stops every process."""
 
     def __init__(
@@ -91,9 +92,6 @@ class Supervisor:
         self._ends_now = False
         for spec in specs:
             self.add(spec)
-
-    def __enter__(self) -> "Supervisor":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
