@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.backoff import Backoff
 from asyncrl.errors import RunError
-from asyncrl.hosting.children import Host, Process, ProcessSpec, ThisHost
+from asyncrl.hosting.children import Process, ProcessSpec, ThisHost
 from asyncrl.hosting.deaths import Deaths, last_message
 from asyncrl.hosting.progress import UNLIMITED, Attention, Limits, Watch
 from asyncrl.hosting.workers import ending
@@ -82,7 +82,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         max_restarts: int,
         limits: Limits = UNLIMITED,
         on_change: Callable[[Mapping[str, int]], None] = lambda pids: None,
-        host: Host | None = None,
+        host: ThisHost | None = None,
     ) -> None:
         self._children: dict[str, _Child] = {}
         self._max_restarts, self._limits, self._on_change = max_restarts, limits, on_change
