@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from asyncrl.algo.ranges import MOST_KEPT
-from asyncrl.config.adapter_rules import adapter_fits_its_base
 from asyncrl.config.addresses import (
     AUTO,
     CONTROL_PORT,
@@ -28,7 +27,7 @@ from asyncrl.config.data_section import drawn, prefix_of
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.reward_section import ModelJudge, OfScorer, reward_parts
 from asyncrl.config.run_fields import RunFields
-from asyncrl.config.vllm_settings import engine_takes_the_settings
+from asyncrl.config.vllm_settings import adapter_fits_its_base, engine_takes_the_settings
 from asyncrl.config.wording import did_you_mean, divisors
 
 LAST_PORT = 65535
