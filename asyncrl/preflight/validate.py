@@ -46,7 +46,7 @@ from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
 from asyncrl.rewards.endpoints import columns_of
 from asyncrl.rewards.forms import Form, form_of
-from asyncrl.rewards.sandbox import sandbox_of
+from asyncrl.rewards.pool import sandbox_of
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import RowRenderer
