@@ -105,7 +105,7 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
         reference = next(
             (prompt.row[name] for name in REFERENCES if name in prompt.row), ground_truth(prompt.row)
         )
-        point = ".0" if isinstance(reference, float) else ""  # which `rewards.library.known` leaves out
+        point = ".0" if isinstance(reference, float) else ""  # which `rewards.builtin.known` leaves out
         right = [("reference", str(reference).removesuffix(point))] if reference is not None else []
         for kind, text in (*right, *(("wrong", text) for text in WRONG)):
             tokens = _sampled(source.tokenizer, text)
