@@ -40,7 +40,9 @@ TURN_BYTES = 64  # of an episode's turn: its end, reward and state, and its span
 
 
 def _hosts_reach_each_other(run: RunFields) -> Iterator[Mistake]:
-    control, transport, away, kind = run.control, run.weights.transport, run.leaves_host, run.cluster.kind
+    control, transport, kind = run.control, run.weights.transport, run.cluster.kind
+    # The key by which generators may be on other hosts: a run with `cluster.kind` sets control.bind itself.
+    away = "control.bind" if control.bind is not None else "cluster.kind" if kind is not None else ""
     if transport in ("slot", "disk") and away:
         found = {"control.bind": control.bind, "cluster.kind": kind}[away]
         text = f"weights.transport is {transport}, but {away} is {found}, for generators of "

@@ -95,16 +95,6 @@ class RunFields(Root):
         return self.model_copy(update=found)
 
     @property
-    def leaves_host(self) -> str:
-        """The key by which generators may be on other hosts; empty if all are on this one.
-
-        With `cluster.kind` the run sets `control.bind` itself.
-        """
-        if self.control.bind is not None:
-            return "control.bind"
-        return "" if self.cluster.kind is None else "cluster.kind"
-
-    @property
     def open_groups(self) -> int:
         """Most groups that are under way or waiting at the same time: (L + 1) B."""
         return (self.staleness.max_lag + 1) * self.batch.groups
