@@ -21,7 +21,7 @@ from pathlib import Path
 import msgpack
 import torch
 
-from asyncrl.cluster.network import Namespace, Network, obstacle
+from asyncrl.cluster.local import Namespace, Network, obstacle
 from asyncrl.hosting.processes import module_argv
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksums

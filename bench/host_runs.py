@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import psutil
 
-from asyncrl.cluster.network import Namespace
+from asyncrl.cluster.local import Namespace
 from asyncrl.commands.down import processes_of
 from asyncrl.telemetry.jsonl import Tail
 from reliability.chaos.hosts import Cable

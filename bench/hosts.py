@@ -35,7 +35,7 @@ import psutil
 import yaml
 
 from asyncrl.buffer.server import find_server
-from asyncrl.cluster.network import Network
+from asyncrl.cluster.local import Network
 from asyncrl.hosting.route import PEERS_VARIABLE
 from bench.environment import describe, report
 from bench.host_runs import Namespaces, Row, Run, opened

@@ -16,7 +16,7 @@ from unittest import mock
 
 from math_verify import parse, verify
 
-from asyncrl.rewards.library import maths
+from asyncrl.rewards.builtin import maths
 from bench.environment import describe, report
 
 BOXED = r"\boxed{%s}"
@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    # Other work on the machine ends no comparison: the library's limit is by the clock.
-    alarm, limit = signal.alarm, "asyncrl.rewards.library._DECISION_S"
+    # Other work on the machine ends no comparison: the limit of `maths` is by the clock.
+    alarm, limit = signal.alarm, "asyncrl.rewards.builtin._DECISION_S"
     with mock.patch("signal.alarm", lambda seconds: alarm(20 * seconds)), mock.patch(limit, 100.0):
         sets = {
             f"{file.parent.name}/{file.stem}": [json.loads(line)["answer"] for line in file.open()]

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.ranges import Level, NonNegative, Positive
-from asyncrl.algo.ratios import LOG_RATIO_BOUND, binary_kl, log_ratio, probabilities, sums
-from asyncrl.algo.tokens import TokenBatch
+from asyncrl.algo.tokens import LOG_RATIO_BOUND, TokenBatch, binary_kl, log_ratio, probabilities, sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ Schulman 2020, "Approximating KL divergence"; Tang and Munos 2025 (arXiv:2506.09
 import torch
 from torch import Tensor
 
-from asyncrl.algo.ratios import log_ratio
-from asyncrl.algo.tokens import TokenBatch
+from asyncrl.algo.tokens import TokenBatch, log_ratio
 
 # k3 grows like the ratio; without a bound, one token would dominate the gradient. Beyond the bound k3 has no
 # gradient; k2 and k3+ have one up to a ratio of e^20.

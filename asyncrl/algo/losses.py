@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.ranges import AboveOne, Level, NonNegative, Positive, PositiveShare, Share
-from asyncrl.algo.ratios import binary_kl, log_ratio, policy_ratio, probabilities, sums
-from asyncrl.algo.tokens import TokenBatch
+from asyncrl.algo.tokens import TokenBatch, binary_kl, log_ratio, policy_ratio, probabilities, sums
 from asyncrl.errors import ConfigError
 
 SHARE_SLACK = 1e-9

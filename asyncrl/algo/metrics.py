@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.ratios import LOG_RATIO_BOUND, log_ratio, sums
-from asyncrl.algo.tokens import TokenBatch
+from asyncrl.algo.tokens import LOG_RATIO_BOUND, TokenBatch, log_ratio, sums
 
 # A raw ratio beyond this, or below its inverse, is counted as tail.
 TAIL = 2.0

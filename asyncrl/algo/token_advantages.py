@@ -8,7 +8,6 @@ from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.ranges import Positive, Share
-from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.returns import (
     discounted_returns_T,
     from_end_T,
@@ -18,7 +17,7 @@ from asyncrl.algo.returns import (
     running_sum_T,
     whiten,
 )
-from asyncrl.algo.tokens import segment_sum
+from asyncrl.algo.tokens import log_ratio, segment_sum
 
 WEIGHT_EPS = 1e-8
 

@@ -1,4 +1,4 @@
-"""The columns that every estimator and loss works on.
+"""The columns that every estimator and loss works on, and the ratios of their probabilities.
 
 Axes in names:  T action tokens, S sequences (rollouts). All tokens of sequence 0 come before those of 1.
 There is no padding and no mask: prompt, tool and user tokens are not among them.
@@ -12,6 +12,10 @@ from torch import Tensor
 
 from asyncrl.algo.ranges import Level
 from asyncrl.errors import ShapeError
+
+# exp(20) = 4.9e8 squares and sums in float32 without overflow; a ratio that far out carries no information.
+LOG_RATIO_BOUND = 20.0
+PROBABILITY_EPS = 1e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,44 @@ def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
 
     The sum is in float64: in float32, 100,000 values of 0.01 have an error of 7e-4, more than GSPO's clip.
     """
-    sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add(
+    summed = torch.zeros(count, dtype=torch.float64, device=values.device).index_add(
         0, segment, values.double()
     )
-    return sums.to(values.dtype)
+    return summed.to(values.dtype)
+
+
+def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
+    """[T]: ln(numerator / denominator), clamped to +-20; the denominator is a constant.
+
+    Finite, with a finite gradient, for any denominator but NaN. NaN stays NaN and shows a broken model.
+    `min` and `clamp` after `exp` would back-propagate 0 * inf = NaN instead.
+    """
+    return (numerator_T - denominator_T.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def policy_ratio(batch: TokenBatch, logprobs_T: Tensor, level: Level) -> Tensor:
+    """[T]: pi / anchor of each token, or of its sequence as product or geometric mean; ln clamped to +-20.
+
+    The gradient of a sequence's ratio goes through each token's own ln pi.
+    """
+    if level == "token":
+        return log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
+    d_T = log_ratio(logprobs_T.detach(), batch.anchor_logprobs_T)
+    d_T = batch.at_level(d_T, level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (logprobs_T - logprobs_T.detach() + d_T).exp()
+
+
+def probabilities(numerator_T: Tensor, denominator_T: Tensor) -> tuple[Tensor, Tensor]:
+    """[T], [T]: p and q of the sampled tokens, as constants; a log-probability above 0 counts as certain."""
+    return numerator_T.detach().clamp(max=0.0).exp(), denominator_T.detach().clamp(max=0.0).exp()
+
+
+def binary_kl(p_T: Tensor, q_T: Tensor) -> Tensor:
+    """[T]: KL(q || p) in nats over two outcomes: the sampled token, any other token."""
+    sampled_T = torch.where(q_T > 0, q_T * ((q_T + PROBABILITY_EPS) / (p_T + PROBABILITY_EPS)).log(), 0.0)
+    return sampled_T + (1 - q_T) * ((1 - q_T + PROBABILITY_EPS) / (1 - p_T + PROBABILITY_EPS)).log()
+
+
+def sums(**columns: Tensor) -> dict[str, Tensor]:
+    """Sum of each column in float64, [], left on its device: `metrics.merge` reads it."""
+    return {name: column.detach().sum(dtype=torch.float64) for name, column in columns.items()}

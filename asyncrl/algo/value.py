@@ -5,7 +5,7 @@ from torch import Tensor
 
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.ranges import Positive
-from asyncrl.algo.ratios import sums
+from asyncrl.algo.tokens import sums
 
 
 def value_loss(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncrl.algo.aggregation import Counts, token_mean
-from asyncrl.algo.ratios import sums
+from asyncrl.algo.tokens import sums
 from asyncrl.algo.value import value_loss
 from asyncrl.batch.plan import Plan
 from asyncrl.trainer.base import LOSS, CriticLossFunction, LossSums, MicroBatch, StepResult, Trainer

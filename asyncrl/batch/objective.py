@@ -11,8 +11,7 @@ from asyncrl.algo.corrections import Correction, log_linear
 from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import policy_metrics
-from asyncrl.algo.ratios import sums
-from asyncrl.algo.tokens import TokenBatch
+from asyncrl.algo.tokens import TokenBatch, sums
 from asyncrl.config import registry
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.base import LOSS, LossFunction, LossSums, MicroBatch

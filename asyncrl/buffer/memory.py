@@ -7,19 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.algo.staleness import choose, minimum_version
-from asyncrl.buffer.base import (
-    ALONE_DEATHS,
-    DEAD_LETTERS,
-    DEADLY,
-    GIVEN_UP,
-    Audit,
-    BufferRules,
-    DeadLetter,
-    Lease,
-    PutOutcome,
-    Take,
-    one_line,
-)
+from asyncrl.buffer import base
+from asyncrl.buffer.base import GIVEN_UP, Audit, BufferRules, DeadLetter, Lease, PutOutcome, Take, one_line
 from asyncrl.buffer.ledger import EMPTY_CHAIN, Ledger, next_chain
 from asyncrl.errors import BufferFenced, BufferGap
 from asyncrl.lineage import INITIAL, History
@@ -161,7 +150,7 @@ class MemoryBuffer:
     def _leasable(self, holder: str, count: int) -> list[int]:
         """No ids while `holder` has a suspect; a waiting suspect if it has no ticket; else the lowest ids."""
         store, held = self._store, self._store.held(holder, self._store.leases)
-        least = max(self._rules.max_deaths - ALONE_DEATHS, 1)
+        least = max(self._rules.max_deaths - base.ALONE_DEATHS, 1)
         suspects = {i for i, deaths in store.deaths.items() if deaths >= least}
         waiting = [i for i in sorted(store.reissue) if i <= store.limit]
         alone = [i for i in waiting if i in suspects and store.deaths[i] < self._rules.max_deaths]
@@ -292,7 +281,7 @@ class MemoryBuffer:
         for ticket_id in sorted(store.reissue):
             if (deaths := store.deaths[ticket_id]) >= self._rules.max_deaths:
                 died = f"{deaths} generators died, or lost their lease, while they had this ticket"
-                reason = f"{DEADLY}: {died}"
+                reason = f"{base.DEADLY}: {died}"
                 store.dead_letters.append(DeadLetter(id=ticket_id, reason=reason))
                 store.store(ticket_id, GIVEN_UP + reason.encode())
                 store.counters["dead"] += 1
@@ -370,7 +359,7 @@ class MemoryBuffer:
 
     def dead_letters(self) -> list[DeadLetter]:
         with self._store.lock:
-            return self._store.dead_letters[: -DEAD_LETTERS - 1 : -1]
+            return self._store.dead_letters[: -base.DEAD_LETTERS - 1 : -1]
 
     def close(self) -> None:
         with self._store.lock:

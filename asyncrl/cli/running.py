@@ -368,10 +368,10 @@ def scale(
     """Start or drain generators of a run that is up; those that leave give their tickets back."""
     from asyncrl.commands.scale import scale_run
 
-    done = scale_run(change, run)
-    started = f"; started: {', '.join(done.started)} (the model is loaded first)" if done.started else ""
-    left = f"; left: {', '.join(done.left)} (their tickets are given back)" if done.left else ""
-    typer.echo(f"generators: {done.before} -> {done.wanted}{started}{left}")
+    before, wanted, came, went = scale_run(change, run)
+    started = f"; started: {', '.join(came)} (the model is loaded first)" if came else ""
+    left = f"; left: {', '.join(went)} (their tickets are given back)" if went else ""
+    typer.echo(f"generators: {before} -> {wanted}{started}{left}")
 
 
 @app.command()
@@ -382,8 +382,8 @@ def down(run: RunArgument = None) -> None:
     from asyncrl.run.directory import find_run
 
     directory = find_run(run)
-    ended = end_run(directory, report=lambda text: typer.echo(f"{directory.path}: {text}"))
-    result = "stopped" if ended.was_up else "was not up"
-    by_force = f" ({ended.killed} had to be killed)" if ended.killed else ""
-    saved = f"; {found}" if ended.was_up and (found := what_is_saved(directory)) else ""
+    killed = end_run(directory, report=lambda text: typer.echo(f"{directory.path}: {text}"))
+    result = "was not up" if killed is None else "stopped"
+    by_force = f" ({killed} had to be killed)" if killed else ""
+    saved = f"; {found}" if killed is not None and (found := what_is_saved(directory)) else ""
     typer.echo(f"{directory.path}: {result}, no process is left{by_force}{saved}")

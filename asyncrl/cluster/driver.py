@@ -69,7 +69,7 @@ def host_spec(plan: HostPlan, logs: Path, *, is_extra: bool = False, grace_s: fl
 
 @dataclass(slots=True)
 class Hosts(ThisHost):
-    """Implements `hosting.children.Host` for the hosts of an engine."""
+    """The hosts of an engine, which start and end as the processes of `ThisHost` do."""
 
     cluster: Cluster
     pending_s: float

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -21,21 +20,15 @@ from asyncrl.run.directory import RunDirectory
 PATIENCE_S = 60.0
 
 
-class Ended(NamedTuple):
-    """How a run was ended."""
-
-    was_up: bool
-    killed: int  # number of processes that had to be killed
-
-
-def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda text: None) -> Ended:
+def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda text: None) -> int | None:
     """Ask the supervisor to stop, wait, and kill what is left. Raises RunError if a process survives.
 
-    `report` gets what the supervisor announces. A Ctrl-C is passed on to it.
+    Return the number of processes that had to be killed; None if the run was not up. `report` gets what the
+    supervisor announces. A Ctrl-C is passed on to it.
     """
     was_up = directory.job.exists() and end_jobs(directory.path, _Patience(directory, report).is_over, report)
     if was_up and not directory.was_up:
-        return Ended(was_up, 0)  # its jobs had not begun, or ran on other machines
+        return 0  # its jobs had not begun, or ran on other machines
     supervisor = _leader(directory)
     while True:
         members = processes_of(directory.path)
@@ -64,7 +57,7 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
     if left := {*_wait(alive, _after(10.0)), *processes_of(directory.path)}:
         pids = [process.pid for process in left]
         raise RunError(f"{directory.path}: processes {pids} cannot be ended; look at them with ps")
-    return Ended(was_up or bool(alive), len(alive))
+    return len(alive) if was_up or alive else None
 
 
 def _leader(directory: RunDirectory) -> psutil.Process | None:

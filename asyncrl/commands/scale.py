@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from asyncrl.cluster.plans import GENERATORS
 from asyncrl.errors import RunError
@@ -111,17 +111,11 @@ class Scaled:
         self._wanted = wanted
 
 
-class Scaling(NamedTuple):
-    """How the number of generators changed."""
+def scale_run(change: str, run: Path | None) -> tuple[int, int, list[str], list[str]]:
+    """Write the wanted number of generators and wait until that many run. Raises RunError.
 
-    before: int
-    wanted: int
-    started: list[str]
-    left: list[str]
-
-
-def scale_run(change: str, run: Path | None) -> Scaling:
-    """Write the wanted number of generators and wait until that many run. Raises RunError."""
+    Return the number before, the wanted one, and the names of those that started and of those that left.
+    """
     directory = find_run(run)
     found = re.fullmatch(r"generators=([+-]?)(\d+)", change)
     if found is None:
@@ -149,7 +143,7 @@ def scale_run(change: str, run: Path | None) -> Scaling:
             raise RunError(f"{found_now}; see {directory.logs / 'supervisor.jsonl'}")
         time.sleep(0.1)
     started = [f"{name}{after[name]}" for name in sorted(after.keys() - before.keys(), key=_index)]
-    return Scaling(now, wanted, started, sorted(before.keys() - after.keys(), key=_index))
+    return now, wanted, started, sorted(before.keys() - after.keys(), key=_index)
 
 
 def _running(directory: RunDirectory) -> dict[str, str]:

@@ -282,20 +282,17 @@ def _spelled_out(model: type[Part], node: Node, keys: Keys = ()) -> Node:
     return Node([*spelled.values()] if isinstance(node.value, list) else spelled, node.place)
 
 
-def read(model: type[Part], path: Path) -> tuple[Node, list[Problem]]:
+def read(
+    model: type[Part], path: Path, *, asked_by: str = "", above: tuple[Path, ...] = ()
+) -> tuple[Node, list[Problem]]:
     """Read a file and merge it onto the files that its key `extends` names.
 
     `extends` is a path or a list of paths, relative to the file. If no such file exists, `configs/NAME.yaml`
-    means the shipped one. Raises ConfigError if a file cannot be read, is not YAML, or extends itself.
+    means the shipped one. `asked_by` is the place of the key that names this file, and `above` the files that
+    extend it. Raises ConfigError if a file cannot be read, is not YAML, or extends itself.
     """
     if path.parts[:1] == ("configs",):
         path = _base(Path(), str(path))
-    return _read(model, path, asked_by="", above=())
-
-
-def _read(
-    model: type[Part], path: Path, *, asked_by: str, above: tuple[Path, ...]
-) -> tuple[Node, list[Problem]]:
     where = f"{asked_by}  extends: " if asked_by else ""
     if path.resolve() in above:
         raise ConfigError(f"{where}{path} extends itself; remove one `extends`")
@@ -321,7 +318,7 @@ def _read(
     layers = [_spelled_out(model, Node(own, str(path)))]
     asked_by, above = extends.place if extends else "", (*above, path.resolve())
     for base_path in reversed(_paths(extends)):
-        base, more = _read(model, _base(path.parent, base_path), asked_by=asked_by, above=above)
+        base, more = read(model, _base(path.parent, base_path), asked_by=asked_by, above=above)
         layers, problems = [base, *layers], more + problems
     return functools.reduce(functools.partial(merge, model), layers), problems
 

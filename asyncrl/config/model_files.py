@@ -8,6 +8,7 @@ import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,12 +109,10 @@ def ends_no_response(directory: Path) -> bool:
         ("tokenizer_config.json", "eos_token"),
         ("special_tokens_map.json", "eos_token"),
     ):
-        try:
+        with suppress(Unusable):
             values = read_settings(directory) if name == CONFIG else _read_json(directory / name)
-        except Unusable:
-            continue
-        if values.get(key) not in (None, "", []):
-            return False
+            if values.get(key) not in (None, "", []):
+                return False
     return True
 
 
@@ -122,10 +121,7 @@ def _other_format(directory: Path) -> str:
     if (directory / CONFIG).exists():
         return ""
     if (adapter := directory / "adapter_config.json").exists():
-        try:
-            base = _read_json(adapter).get("base_model_name_or_path") or "its base model"
-        except Unusable:
-            base = "its base model"
+        base = usable_json(adapter).get("base_model_name_or_path") or "its base model"
         found = f"{directory} holds a LoRA adapter (adapter_config.json) and not a whole model"
         return f"{found}; set model.path to {base}, and model.lora.start to this directory"
     if files := sorted(directory.glob("*.gguf")):
@@ -292,6 +288,13 @@ def _fits(tensor: Tensor, size_bytes: int) -> bool:
     """Return whether a tensor has this size, or a data type that is not known here."""
     bits = BITS.get(tensor.dtype)
     return bits is None or math.prod(tensor.shape) * bits == 8 * size_bytes
+
+
+def usable_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds; an empty one if the file cannot be used."""
+    with suppress(Unusable, ValueError):  # the latter of a path that no file can have
+        return _read_json(path)
+    return {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

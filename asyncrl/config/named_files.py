@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import DataConfig, EvalSet
 from asyncrl.config.document import Node, read
-from asyncrl.config.model_files import AGAIN, SHOWN, Unusable, model_problems, read_settings
+from asyncrl.config.model_files import AGAIN, SHOWN, Unusable, model_problems, read_settings, usable_json
 from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, TelemetryConfig
@@ -190,7 +190,7 @@ def _teacher(config: Config) -> Iterator[Mistake]:
             if keys == ("model.path",):  # nothing is rendered for a teacher
                 yield Mistake(("algorithm.reference.path",), text)
     for scorer in config.teacher.values():
-        most = _number(_json(Path(scorer.model) / "config.json"), "max_position_embeddings")
+        most = _number(usable_json(Path(scorer.model) / "config.json"), "max_position_embeddings")
         if 0 < most <= config.sampling.max_tokens:  # vLLM samples one token behind those it scores
             found = f"{scorer.model} takes {most} tokens, and scorers need one more than the longest sequence"
             text = f"{found} ({config.sampling.max_tokens}); lower sampling.max_response_tokens"
@@ -204,7 +204,7 @@ def _scorers(config: Config) -> Iterator[Mistake]:
         yield from _misplaced(key, scorer.model)
         if not directory.is_dir() or misused_stage(directory):
             continue
-        settings = _json(directory / "config.json")
+        settings = usable_json(directory / "config.json")
         if name in config.judges:
             if not has_chat_template(directory):
                 yield Mistake((key,), f"the tokenizer in {directory} has no chat template; give a chat model")
@@ -226,17 +226,8 @@ def _scorers(config: Config) -> Iterator[Mistake]:
 
 def vocabulary(directory: Path) -> tuple[Any, Any]:
     """Return what the tokenizer's file says of the ids of tokens: the model's, and added ones."""
-    tokenizer = _json(directory / "tokenizer.json")
+    tokenizer = usable_json(directory / "tokenizer.json")
     return tokenizer.get("model", {}).get("vocab"), tokenizer.get("added_tokens")
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Return the object in a file; an empty one if there is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _number(settings: Mapping[str, Any], key: str) -> int:

@@ -10,17 +10,8 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from asyncrl.algo.ranges import MOST_KEPT
-from asyncrl.config.adapter_rules import adapter_fits_its_base
-from asyncrl.config.addresses import (
-    AUTO,
-    CONTROL_PORT,
-    STORE_PORT,
-    beside,
-    filled_in,
-    host_of,
-    insecurities,
-    stays_here,
-)
+from asyncrl.config import addresses
+from asyncrl.config.addresses import AUTO, CONTROL_PORT, STORE_PORT, filled_in, host_of
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES, episodes_can_fail, weighted_parts_exist
 from asyncrl.config.base import Mistake, broken
 from asyncrl.config.checkpoint_section import METRICS
@@ -28,7 +19,7 @@ from asyncrl.config.data_section import drawn, prefix_of
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.reward_section import ModelJudge, OfScorer, reward_parts
 from asyncrl.config.run_fields import RunFields
-from asyncrl.config.vllm_settings import engine_takes_the_settings
+from asyncrl.config.vllm_settings import adapter_fits_its_base, engine_takes_the_settings
 from asyncrl.config.wording import did_you_mean, divisors
 
 LAST_PORT = 65535
@@ -41,7 +32,9 @@ TURN_BYTES = 64  # of an episode's turn: its end, reward and state, and its span
 
 
 def _hosts_reach_each_other(run: RunFields) -> Iterator[Mistake]:
-    control, transport, away, kind = run.control, run.weights.transport, run.leaves_host, run.cluster.kind
+    control, transport, kind = run.control, run.weights.transport, run.cluster.kind
+    # The key by which generators may be on other hosts: a run with `cluster.kind` sets control.bind itself.
+    away = "control.bind" if control.bind is not None else "cluster.kind" if kind is not None else ""
     if transport in ("slot", "disk") and away:
         found = {"control.bind": control.bind, "cluster.kind": kind}[away]
         text = f"weights.transport is {transport}, but {away} is {found}, for generators of "
@@ -53,7 +46,7 @@ def _hosts_reach_each_other(run: RunFields) -> Iterator[Mistake]:
         yield broken("weights.transport control.bind", text)
     urls = {"control.bind": control.bind, "store.bind": run.store.bind, "store.url": run.store.url}
     for key, where in urls.items():
-        if kind is not None and where is not None and stays_here(where):
+        if kind is not None and where is not None and addresses.stays_here(where):
             text = f"{key} is {where}, which only this host reaches, but cluster.kind is {kind}; drop {key}"
             yield broken(f"{key} cluster.kind", f"{text}, or give an address that the other hosts reach")
 
@@ -67,7 +60,7 @@ def _listeners_differ(run: RunFields) -> Iterator[Mistake]:
         host = host_of(store)
         store = filled_in(store, host_of(control), STORE_PORT)
         control = filled_in(control, host, CONTROL_PORT)
-    meeting = beside(control) if control and run.cluster.learner_hosts > 1 else None
+    meeting = addresses.beside(control) if control and run.cluster.learner_hosts > 1 else None
     if meeting and int(meeting.rpartition(":")[2]) > LAST_PORT:
         text = f"control.bind is {control}, and hosts of the learner meet at the next port; choose one below"
         yield broken("control.bind cluster.learner_hosts", f"{text} {LAST_PORT}")
@@ -97,7 +90,7 @@ def _processes_reach_each_other(run: RunFields) -> Iterator[Mistake]:
         text += f"up to {first + count}; allowed is <= {LAST_PORT - count}, or 0 for any free ports"
         yield broken("telemetry.prometheus_port generator.count", text)
     url, is_allowed = run.store.url, run.store.insecure
-    if url is not None and not is_allowed and (ways := "; ".join(insecurities(url))):
+    if url is not None and not is_allowed and (ways := "; ".join(addresses.insecurities(url))):
         text = f"store.url is {url}: {ways}. In a private network set store.insecure: true"
         yield broken("store.url", text)
     if url is not None and run.store.bind is not None:

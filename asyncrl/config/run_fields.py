@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field
 
 from asyncrl.algo.ranges import NonNegativeInt
+from asyncrl.config import sections
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Part, Root, marked
 from asyncrl.config.checkpoint_section import CheckpointConfig
@@ -17,19 +18,6 @@ from asyncrl.config.data_section import TICKET, DataConfig, DataSource, EvalSet
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.resume import OTHER_RUN
 from asyncrl.config.reward_section import RewardConfig, ScorerConfig, reward_parts
-from asyncrl.config.sections import (
-    BatchConfig,
-    ClusterConfig,
-    ControlConfig,
-    EvalConfig,
-    GeneratorConfig,
-    LearnerConfig,
-    ModelConfig,
-    SamplingConfig,
-    StalenessConfig,
-    TelemetryConfig,
-    WeightsConfig,
-)
 from asyncrl.config.store import StoreConfig
 
 
@@ -69,26 +57,26 @@ class RunFields(Root):
     """Every section of a run."""
 
     run: RunConfig
-    model: ModelConfig
+    model: sections.ModelConfig
     data: DataConfig
     reward: RewardConfig
     scorers: dict[str, ScorerConfig] = Field(default_factory=dict)
     """Reward models and judges by name, which `model_score` and `model_judge` ask."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    batch: BatchConfig = BatchConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    staleness: StalenessConfig = StalenessConfig()
+    batch: sections.BatchConfig = sections.BatchConfig()
+    sampling: sections.SamplingConfig = sections.SamplingConfig()
+    staleness: sections.StalenessConfig = sections.StalenessConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
-    learner: LearnerConfig = LearnerConfig()
-    generator: GeneratorConfig = GeneratorConfig()
-    weights: WeightsConfig = WeightsConfig()
+    learner: sections.LearnerConfig = sections.LearnerConfig()
+    generator: sections.GeneratorConfig = sections.GeneratorConfig()
+    weights: sections.WeightsConfig = sections.WeightsConfig()
     store: StoreConfig = StoreConfig()
-    control: ControlConfig = ControlConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    eval: EvalConfig = EvalConfig()
+    control: sections.ControlConfig = sections.ControlConfig()
+    cluster: sections.ClusterConfig = sections.ClusterConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
+    telemetry: sections.TelemetryConfig = sections.TelemetryConfig()
 
     def of(self, task: DataSource | EvalSet) -> Self:
         """Return the config with which responses to the prompts of a source or a set are made and scored."""
@@ -105,16 +93,6 @@ class RunFields(Root):
             given = {key: value for key, value in given.items() if value is not None}
             found["eval"] = self.eval.model_copy(update=given)
         return self.model_copy(update=found)
-
-    @property
-    def leaves_host(self) -> str:
-        """The key by which generators may be on other hosts; empty if all are on this one.
-
-        With `cluster.kind` the run sets `control.bind` itself.
-        """
-        if self.control.bind is not None:
-            return "control.bind"
-        return "" if self.cluster.kind is None else "cluster.kind"
 
     @property
     def open_groups(self) -> int:

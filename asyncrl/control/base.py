@@ -45,7 +45,6 @@ class Hello:
     config_hash: str
     # Version of the weights that the generator loaded from disk; 0 for the initial model.
     version: int
-    tensor_parallel: int = 1
     pid: int = 0
     host: str = ""
     # Transports over which it can receive weights, of `weights.base.TRANSPORTS`.
@@ -61,10 +60,8 @@ class Hello:
         check_names(self.generator_id, self.incarnation)
         _check_texts(self.release, self.config_hash, self.host, self.host_digest, self.rows, *self.transports)
         _check_texts(*self.code)
-        if not 1 <= self.tensor_parallel <= 1024 or len(self.transports) > _MOST_ENTRIES:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}, with {len(self.transports)} transports"
-            )
+        if len(self.transports) > _MOST_ENTRIES:
+            raise ValueError(f"{len(self.transports)} transports; allowed are at most {_MOST_ENTRIES}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,17 +17,11 @@ from dataclasses import replace
 import zmq
 import zmq.asyncio
 
+from asyncrl.control import messages
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.control.curve import GeneratorKeys
 from asyncrl.control.listening import connect
-from asyncrl.control.messages import (
-    CODEC,
-    MAX_ORDER_BYTES,
-    MAX_REASON_CHARACTERS,
-    FromGenerator,
-    FromLearner,
-    UnknownMember,
-)
+from asyncrl.control.messages import CODEC, FromGenerator, FromLearner, UnknownMember
 from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
@@ -100,7 +94,7 @@ class ControlClient:
     def _connect(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         try:
-            connect(self._socket, self.endpoint, self._keys, max_bytes=MAX_ORDER_BYTES)
+            connect(self._socket, self.endpoint, self._keys, max_bytes=messages.MAX_ORDER_BYTES)
         except ControlError:
             self._context.destroy(linger=0)
             raise
@@ -118,7 +112,7 @@ class ControlClient:
 
     async def report(self, report: UpdateReport) -> None:
         """Drop a report that cannot be sent in time: the learner repeats the update."""
-        report = replace(report, reason=report.reason[:MAX_REASON_CHARACTERS])
+        report = replace(report, reason=report.reason[: messages.MAX_REASON_CHARACTERS])
         deadline_s = time.monotonic() + self._timeout_s
         while not await self._send(report):
             if time.monotonic() > deadline_s:

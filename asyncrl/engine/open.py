@@ -3,10 +3,9 @@
 Nothing else imports `engine.vllm`: its library takes seconds to load, and a machine may lack it.
 """
 
-from collections.abc import Awaitable, Callable
-
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import Device, Engine
+from asyncrl.engine.vllm.classifier import open_classifier as open_classifier
 
 
 async def open_engine(
@@ -31,15 +30,3 @@ async def open_engine(
     from asyncrl.engine.vllm.engine import VLLMEngine
 
     return await VLLMEngine.start(model, generator, sampling, weights, device=device)
-
-
-def open_classifier(
-    model: str, dtype: str, generator: GeneratorConfig, *, max_tokens: int, device: Device
-) -> Callable[[list[int]], Awaitable[float]]:
-    """Load a reward model with vLLM; the result computes its number for token ids, many at the same time.
-
-    It raises EngineError for ids that the model cannot take. As `open_engine`, not for a thread of its own.
-    """
-    from asyncrl.engine.vllm.classifier import open_classifier
-
-    return open_classifier(model, dtype, generator, max_tokens=max_tokens, device=device)

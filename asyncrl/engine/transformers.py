@@ -21,16 +21,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, generation
 
 from asyncrl.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
-from asyncrl.engine.base import (
-    Bookkeeping,
-    Device,
-    EngineStats,
-    PromptImages,
-    SamplingSpec,
-    aborted,
-    require_shapes,
-    require_target,
-)
+from asyncrl.engine import base
+from asyncrl.engine.base import Bookkeeping, Device, EngineStats, PromptImages, SamplingSpec, aborted
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
@@ -315,9 +307,9 @@ class TransformersEngine(Bookkeeping):
 
     @torch.no_grad()
     def _load(self, order: UpdateOrder) -> None:
-        require_target(order.target, self._target)
+        base.require_target(order.target, self._target)
         layout, ours = Layout.from_plain(order.details["layout"]), self._replaced
-        require_shapes(
+        base.require_shapes(
             {spec.name: spec.shape for spec in layout.specs},
             {name: tuple(parameter.shape) for name, parameter in ours.items()},
         )

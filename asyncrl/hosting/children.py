@@ -72,19 +72,6 @@ class Process(Protocol):
         """Release what the host holds for the process."""
 
 
-class Host(Protocol):
-    """A clock, and what starts processes."""
-
-    def now_s(self) -> float:
-        """Return the time in seconds, which never goes back."""
-
-    def sleep(self, wait_s: float) -> None:
-        """Wait."""
-
-    def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
-        """Start the process, or a standby of it. Raises OSError."""
-
-
 class _Child(subprocess.Popen[bytes]):
     """A child process with a session of its own."""
 
@@ -108,10 +95,10 @@ class _Child(subprocess.Popen[bytes]):
 
 
 class ThisHost:
-    """The host of this process."""
+    """The host of this process. Others override its clock, and how processes start."""
 
     def now_s(self) -> float:
-        """Return the monotonic time."""
+        """Return the time in seconds, which never goes back."""
         return time.monotonic()
 
     def sleep(self, wait_s: float) -> None:
@@ -119,7 +106,7 @@ class ThisHost:
         time.sleep(wait_s)
 
     def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
-        """Start a child process with a session of its own. Raises OSError."""
+        """Start the process, or a standby of it, with a session of its own. Raises OSError."""
         argv = spec.standby_argv if stands_by else spec.argv
         assert argv is not None
         board = Board(spec.workers or (spec.name,))

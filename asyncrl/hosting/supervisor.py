@@ -12,11 +12,12 @@ Processes may be added and drained while the run goes on.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from asyncrl.backoff import Backoff
 from asyncrl.errors import RunError
-from asyncrl.hosting.children import Host, Process, ProcessSpec, ThisHost
+from asyncrl.hosting.children import Process, ProcessSpec, ThisHost
 from asyncrl.hosting.deaths import Deaths, last_message
 from asyncrl.hosting.progress import UNLIMITED, Attention, Limits, Watch
 from asyncrl.hosting.workers import ending
@@ -71,7 +72,7 @@ class _Child:
         return self.family if self.family and self.family.process.poll() is None else None
 
 
-class Supervisor:
+class Supervisor(AbstractContextManager["Supervisor"]):
     """Keeps `specs` running. Use as a context manager: leaving it stops every process."""
 
     def __init__(
@@ -81,7 +82,7 @@ class Supervisor:
         max_restarts: int,
         limits: Limits = UNLIMITED,
         on_change: Callable[[Mapping[str, int]], None] = lambda pids: None,
-        host: Host | None = None,
+        host: ThisHost | None = None,
     ) -> None:
         self._children: dict[str, _Child] = {}
         self._max_restarts, self._limits, self._on_change = max_restarts, limits, on_change
@@ -91,9 +92,6 @@ class Supervisor:
         self._ends_now = False
         for spec in specs:
             self.add(spec)
-
-    def __enter__(self) -> "Supervisor":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -38,7 +38,6 @@ def hello_of(config: Config, generator_id: str, *, confirm: bool) -> Hello:
         release=__version__,
         config_hash=config_hash(config),
         version=0,
-        tensor_parallel=config.generator.tensor_parallel,
         pid=os.getpid(),
         host=socket.gethostname(),
         host_digest=host_digest(config) if confirm else "",

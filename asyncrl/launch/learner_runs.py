@@ -5,12 +5,12 @@ import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import sub
 from types import TracebackType
-from typing import Self
 
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.schema import Config
@@ -43,7 +43,7 @@ def open_images(config: Config) -> LearnerImages | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class LeadRun:
+class LeadRun(AbstractContextManager["LeadRun"]):
     """`learner.Run` of rank 0. Its end as a context manager shows the last state and ends the generators."""
 
     trainer: Trainer
@@ -145,9 +145,6 @@ class LeadRun:
         self.saving.finish()
         self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")
         begin("end", Pace.SLOW)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

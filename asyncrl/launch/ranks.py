@@ -14,21 +14,8 @@ from asyncrl.config.addresses import AUTO, CONTROL_PORT, beside, filled_in, host
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.control.meeting import FollowerHost, LeadHost, Terms
+from asyncrl.hosting import rank_group
 from asyncrl.hosting.processes import module_argv, stop_processes
-from asyncrl.hosting.rank_group import (
-    FLAG,
-    GRACE_S,
-    HOST,
-    MEMORY_SHARE,
-    begin,
-    free_port,
-    leave,
-    name_of,
-    parse_arguments,
-    start_ranks,
-    wait_for_ranks,
-    wait_until_needed,
-)
 from asyncrl.launch.roles import run_role
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import run_keys
@@ -43,7 +30,7 @@ class OnlyHost(RunLock):
     """The host of all ranks, which holds the run's lock; else as in `control/meeting.py`."""
 
     def meet(self) -> int:
-        return free_port(ADDRESS)
+        return rank_group.free_port(ADDRESS)
 
     def look(self) -> None:
         return None
@@ -69,18 +56,18 @@ def run_ranks(
     They begin after `wait`, and once all hosts are there. `address` is that of rank 0.
     """
     here = range(ranks) if here is None else here
-    processes = start_ranks(command, here, ranks=ranks, address=address, environment=os.environ)
+    processes = rank_group.start_ranks(command, here, ranks=ranks, address=address, environment=os.environ)
     host: RankHost | None = None
     with ExitStack() as stack:
-        stack.callback(stop_processes, processes, grace_s=GRACE_S)
+        stack.callback(stop_processes, processes, grace_s=rank_group.GRACE_S)
         try:
             wait()
             host = open_host(stack)
-            begin(processes, host.meet())
-            status = host.finish(wait_for_ranks(processes, host.look))
+            rank_group.begin(processes, host.meet())
+            status = host.finish(rank_group.wait_for_ranks(processes, host.look))
             return status if status >= 0 else 128 - status  # as shells give it: no exit status is negative
         except SystemExit:
-            leave(processes, host.look if host else lambda: None)
+            rank_group.leave(processes, host.look if host else lambda: None)
             raise
 
 
@@ -127,21 +114,21 @@ def learner_host(
 
 def main() -> None:
     """Start the ranks, let them train once this process is not a standby, and end with their status."""
-    arguments = parse_arguments("asyncrl-ranks")
+    arguments = rank_group.parse_arguments("asyncrl-ranks")
 
     def role() -> None:
         config = load_config(arguments.config)
         directory, number = RunDirectory(config.run.directory), arguments.host
-        setup_logging(name_of(number), directory.logs, console=True)
-        command = module_argv("asyncrl.launch.learner_process", FLAG, HOST, str(number))
+        setup_logging(rank_group.name_of(number), directory.logs, console=True)
+        command = module_argv("asyncrl.launch.learner_process", rank_group.FLAG, rank_group.HOST, str(number))
         command += ["--store", arguments.store, "--config", str(arguments.config)]
-        command += [MEMORY_SHARE, str(arguments.memory_share)]
+        command += [rank_group.MEMORY_SHARE, str(arguments.memory_share)]
         each, several = config.ranks_per_host, config.cluster.learner_hosts > 1
         status = run_ranks(
             command,
             config.learner.ranks,
             learner_host(config, directory, number, arguments.learner),
-            wait_until_needed if arguments.standby else lambda: None,
+            rank_group.wait_until_needed if arguments.standby else lambda: None,
             here=range(number * each, (number + 1) * each),
             address=host_of(lead_bind(config, arguments.learner)) if several else ADDRESS,
         )

@@ -7,24 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from asyncrl import errors
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.config.store import StoreConfig
-from asyncrl.errors import (
-    AsyncRLError,
-    BufferFenced,
-    CheckpointError,
-    CodeChanged,
-    ConfigError,
-    ControlRefused,
-    DataError,
-    EngineError,
-    ForeignRunError,
-    MemoryFullError,
-    RewardError,
-    RunError,
-    StoreRefused,
-    UpdatesRefused,
-)
 from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.hosting.progress import attach
@@ -36,20 +21,20 @@ from asyncrl.unpickling import refuse_pickles_from_wires
 log = logging.getLogger(__name__)
 
 NOT_FIXED_BY_A_RESTART = (
-    CodeChanged,
-    ConfigError,
-    DataError,
-    ForeignRunError,
-    MemoryFullError,
-    RewardError,
-    RunError,
-    BufferFenced,
-    StoreRefused,
-    ControlRefused,
-    UpdatesRefused,
+    errors.CodeChanged,
+    errors.ConfigError,
+    errors.DataError,
+    errors.ForeignRunError,
+    errors.MemoryFullError,
+    errors.RewardError,
+    errors.RunError,
+    errors.BufferFenced,
+    errors.StoreRefused,
+    errors.ControlRefused,
+    errors.UpdatesRefused,
 )
 # Errors that are likely to come again, because their cause is on this machine: a file, a library, a device.
-LIKELY_AGAIN = (CheckpointError, EngineError)
+LIKELY_AGAIN = (errors.CheckpointError, errors.EngineError)
 # A store that is started again is back sooner.
 STORE_RETRY_S = 30.0
 
@@ -66,7 +51,7 @@ def run_role(role: Callable[[], None]) -> None:
     except NOT_FIXED_BY_A_RESTART as error:
         log.error("%s: %s", type(error).__name__, error)
         sys.exit(USER_ERROR)
-    except AsyncRLError as error:
+    except errors.AsyncRLError as error:
         log.exception("ended by an error")
         sys.exit(FAULT_FOUND if isinstance(error, LIKELY_AGAIN) else 1)
 
@@ -78,7 +63,7 @@ def no_exit() -> Iterator[None]:
         yield
     except SystemExit as error:
         found = f"code of the config ended its process: {described(error)}"
-        raise RunError(f"{found}; raise an error there") from error
+        raise errors.RunError(f"{found}; raise an error there") from error
 
 
 def join_store(store: StoreConfig, url: str, keys: RunKeys | JoinKeys) -> StoreConnection:

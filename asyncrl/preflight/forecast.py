@@ -8,25 +8,9 @@ from asyncrl.config import registry
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
+from asyncrl.hosting import memory_use
 from asyncrl.hosting.machine import Machine
-from asyncrl.hosting.memory_use import (
-    BYTES_IN_4BIT,
-    CPU_KV_CACHE_GIB,
-    DTYPE_BYTES,
-    RECEIVER,
-    ModelShape,
-    Part,
-    Rank,
-    checkpoint_bytes,
-    exported_bytes,
-    generator_kv_bytes,
-    kv_bytes_per_token,
-    offloaded_bytes,
-    published_bytes,
-    receiver_bytes,
-    sequence_kv_bytes,
-    weights_bytes,
-)
+from asyncrl.hosting.memory_use import ModelShape, Part, Rank
 from asyncrl.hosting.placement import GENERATORS_SHARE, Placement, placement_of
 from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.preflight.gpu_use import GpuUse, full_gpu, gpu_uses
@@ -205,15 +189,15 @@ def _memory(
     if shape.frozen:
         formed = "the vision part: it has weights only, in engines and in the learner"
         yield _count("the model", "frozen", shape.frozen, formed)
-    dtype, weights = config.model.dtype, weights_bytes(shape, config.model)
-    formed = f"parameters x {DTYPE_BYTES[dtype]} ({dtype})"
-    formed += f", but {shape.in_4bit:,} in 4 bits x {BYTES_IN_4BIT:.3f}" if shape.in_4bit else ""
+    dtype, weights = config.model.dtype, memory_use.weights_bytes(shape, config.model)
+    formed = f"parameters x {memory_use.DTYPE_BYTES[dtype]} ({dtype})"
+    formed += f", but {shape.in_4bit:,} in 4 bits x {memory_use.BYTES_IN_4BIT:.3f}" if shape.in_4bit else ""
     yield _size("the model", "weights", weights, formed)
     if config.model.lora is not None:
         formed = "model.lora: the parameters with a gradient, in the optimizer and in checkpoints"
         yield _count("the model", "adapter", shape.adapter, formed)
-        formed = f"{config.model.update_target} x {DTYPE_BYTES[dtype]}, because of model.lora.sync"
-        yield _size("the model", "an update", published_bytes(shape, config.model), formed)
+        formed = f"{config.model.update_target} x {memory_use.DTYPE_BYTES[dtype]}, because of model.lora.sync"
+        yield _size("the model", "an update", memory_use.published_bytes(shape, config.model), formed)
     on_gpu = _on_gpu(config, machine)
     for row in rank:
         yield _size("a rank of the learner", row.name, row.size_bytes, row.formed)
@@ -228,10 +212,11 @@ def _memory(
 
 def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
     kept = config.checkpoint.kept(config.learner.steps)
-    one = checkpoint_bytes(shape, config.model, config.learner, critic=_critic(config))
+    one = memory_use.checkpoint_bytes(shape, config.model, config.learner, critic=_critic(config))
     formed = "weights, optimizer and export, with those of a critic"
     if _has_reference(config) and config.algorithm.kl.reference_decay < 1:
-        one, formed = one + weights_bytes(shape, config.model), f"{formed}, and a reference that moves"
+        one += memory_use.weights_bytes(shape, config.model)
+        formed += ", and a reference that moves"
     yield _size("this host", "checkpoint", one, formed)
     parts = " + ".join(f"{name} {count}" for name, count in kept.items() if count)
     formed = f"checkpoint x ({parts} + the one being written)"
@@ -263,13 +248,13 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
     """Return the KV cache of the generator that has least; transformers has that of one request at a time."""
     generator = config.generator
     if generator.engine == "transformers":
-        return _largest_request(config) * sequence_kv_bytes(shape, config)
+        return _largest_request(config) * memory_use.sequence_kv_bytes(shape, config)
     if not _on_gpu(config, machine) or generator.kv_cache_gib is not None:
-        return int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
+        return int((generator.kv_cache_gib or memory_use.CPU_KV_CACHE_GIB) * GIB)
     elsewhere = generator.gpu_memory_utilization or GENERATORS_SHARE
     share = min((seat.share for seat in placement.generators), default=elsewhere)
     allowed_bytes = int(share * min(machine.gpu_bytes))
-    return max(0, generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes))
+    return max(0, memory_use.generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes))
 
 
 def _parts(config: Config, shape: ModelShape, reference: ModelShape, *, on_gpu: bool) -> list[Part]:
@@ -283,8 +268,9 @@ def _parts(config: Config, shape: ModelShape, reference: ModelShape, *, on_gpu: 
 def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu: bool) -> Iterator[Line]:
     part, parallel = "a generator", config.generator.tensor_parallel
     by = f" / {parallel} (tensor_parallel)" if parallel > 1 else ""
-    weights, token = weights_bytes(shape, config.model), kv_bytes_per_token(shape, config.model)
-    sequence = sequence_kv_bytes(shape, config)
+    weights = memory_use.weights_bytes(shape, config.model)
+    token = memory_use.kv_bytes_per_token(shape, config.model)
+    sequence = memory_use.sequence_kv_bytes(shape, config)
     yield _size(part, "generator weights", -(-weights // parallel), f"weights{by}")
     if config.generator.engine == "transformers":
         formed = f"the larger of batch.group_size and eval.samples ({_largest_request(config)}) x KV of a "
@@ -294,23 +280,24 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
     else:
         formed = "its share of the GPU - weights - 2 GiB for CUDA and graphs - logits of max_running x 3"
     yield _size(part, "KV cache", kv_bytes, formed)
-    factors = f"2 x {shape.layers} layers x {shape.kv} x {DTYPE_BYTES[config.model.dtype]}"
+    factors = f"2 x {shape.layers} layers x {shape.kv} x {memory_use.DTYPE_BYTES[config.model.dtype]}"
     yield _size(part, "KV of a sequence", sequence, f"{factors} = {token:,} bytes a token{by}")
     formed = f"KV cache / KV of a sequence; max_running is {config.generator.max_running}"
     yield _count(part, "full sequences in KV", kv_bytes // sequence, formed)
-    if on_gpu and (receiver := receiver_bytes(config.weights)):
+    if on_gpu and (receiver := memory_use.receiver_bytes(config.weights)):
         formed = "nccl, beside one generator of a host: 1 GiB for CUDA + 0.4 GiB for NCCL + 2 buckets"
-        yield _size(part, RECEIVER, receiver, formed)
+        yield _size(part, memory_use.RECEIVER, receiver, formed)
 
 
 def _host_lines(
     config: Config, shape: ModelShape, rank: int, kv_bytes: int, machine: Machine, placement: Placement
 ) -> Iterator[Line]:
     ranks, count = config.ranks_per_host, len(placement.generators)
-    weights = weights_bytes(shape, config.model)
+    weights = memory_use.weights_bytes(shape, config.model)
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES
-    host += 2 * published_bytes(shape, config.model) + exported_bytes(shape, config.model)
-    offloaded = offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
+    host += 2 * memory_use.published_bytes(shape, config.model)
+    host += memory_use.exported_bytes(shape, config.model)
+    offloaded = memory_use.offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
     host += offloaded // config.cluster.learner_hosts
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published versions, an export"
     formed += ", parameters x 20 of an offloaded optimizer" if config.learner.offload_optimizer else ""

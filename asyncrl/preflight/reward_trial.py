@@ -104,7 +104,7 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
     for prompt in prompts:
         named = (prompt.row[name] for name in REFERENCES if name in prompt.row)
         reference = next(named, ground_truth(prompt.row))
-        point = ".0" if isinstance(reference, float) else ""  # which `rewards.library.known` leaves out
+        point = ".0" if isinstance(reference, float) else ""  # which `rewards.builtin.known` leaves out
         right = [("reference", str(reference).removesuffix(point))] if reference is not None else []
         for kind, text in (*right, *(("wrong", text) for text in WRONG)):
             tokens = _sampled(source.tokenizer, text)

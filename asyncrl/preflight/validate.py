@@ -31,22 +31,15 @@ from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances, is_elsewhere
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
+from asyncrl.preflight import definitions
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
-from asyncrl.preflight.definitions import (
-    Definition,
-    Missing,
-    count_bound,
-    definition,
-    parameters_of,
-    plain_methods,
-    returns_nothing,
-)
+from asyncrl.preflight.definitions import Definition, Missing, definition
 from asyncrl.preflight.outside import absent_names, outside_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
 from asyncrl.rewards.endpoints import columns_of
 from asyncrl.rewards.forms import Form, form_of
-from asyncrl.rewards.sandbox import sandbox_of
+from asyncrl.rewards.pool import sandbox_of
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import RowRenderer
@@ -201,11 +194,11 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
                 yield Mistake((key,), str(missing))
             continue
         yield from _unshown_tools(config, key, name, node)
-        for one in plain_methods(node):
+        for one in definitions.plain_methods(node):
             if (called := CALLED.get(one.name)) is None:
                 continue
             try:
-                call = inspect.Signature(parameters_of(one.args))
+                call = inspect.Signature(definitions.parameters_of(one.args))
                 call.bind(*called) if one.name == "step" else call.bind_partial(*called)
             except (TypeError, ValueError):
                 found = f"`{one.name}` of `{name}` takes ({ast.unparse(one.args)}) in line {one.lineno}"
@@ -216,7 +209,7 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
 def _unshown_tools(config: Config, key: str, name: str, node: Definition | None) -> Iterator[Mistake]:
     """Find tools that no template shows to the model; decorators of a function may make anything of it."""
     if isinstance(node, ast.ClassDef):
-        has_step = node.bases or count_bound(node, "step")
+        has_step = node.bases or definitions.count_bound(node, "step")
         found = "" if has_step else f"the public methods of `{name}` are tools"
         cure = "add a method `step`, with which it takes plain text"
     else:
@@ -252,10 +245,10 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return None
     try:
-        form = form_of(parameters_of(node.args))
+        form = form_of(definitions.parameters_of(node.args))
     except RewardError as error:
         raise Missing(f"`{node.name}` {error}") from error
-    if found := returns_nothing(node):
+    if found := definitions.returns_nothing(node):
         raise Missing(f"`{node.name}` {found}")
     return form
 

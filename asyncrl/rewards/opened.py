@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.backoff import Backoff
-from asyncrl.config.reward_section import (
-    TEXT_BYTES,
-    HttpReward,
-    LlmJudge,
-    ModelJudge,
-    OfScorer,
-    Remote,
-    RewardConfig,
-)
+from asyncrl.config import reward_section
+from asyncrl.config.reward_section import HttpReward, LlmJudge, ModelJudge, OfScorer, Remote, RewardConfig
 from asyncrl.errors import RewardError, ungrouped
 from asyncrl.rewards.base import Judgement, Question, RewardInput, Score, Service, Unanswered, scored
 from asyncrl.rewards.endpoints import HttpService, JudgeService
@@ -228,7 +221,7 @@ def _service(settings: Remote, open_scorer: OpenScorer | None) -> Service:
 
 
 def _cut(text: str) -> str:
-    return text.encode("utf-8", "replace")[:TEXT_BYTES].decode("utf-8", "ignore")
+    return text.encode("utf-8", "replace")[: reward_section.TEXT_BYTES].decode("utf-8", "ignore")
 
 
 def _key(question: Question) -> bytes:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import struct
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
+import asyncrl
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError, ungrouped
 from asyncrl.hosting.processes import kill_group, module_argv
@@ -26,7 +28,6 @@ from asyncrl.hosting.workers import LENGTH, Printed, as_column, ending, pack
 from asyncrl.rewards.base import RewardInput, Score, scored
 from asyncrl.rewards.batches import Batches, Divisible, Scored
 from asyncrl.rewards.forms import GIVEN
-from asyncrl.rewards.sandbox import sandbox_of
 from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
 
@@ -344,3 +345,26 @@ def _packed(message: Mapping[str, Any]) -> bytes:
         return pack(message, default=as_column)
     except ValueError as error:  # nested too deeply, or text that is not Unicode
         raise Divisible(f"the reward worker cannot be sent this row: {error}; fix the dataset") from error
+
+
+def reward_sandbox(functions: Sequence[str], run_root: Path) -> Bubblewrap:
+    """The sandbox for reward functions as in the config. `run_root` is hidden, except reward files in it.
+
+    A worker also sees the working directory, but no other run and no file with a private name.
+    """
+    places = [Path(function.rpartition(":")[0]) for function in functions]
+    files = [place.absolute() for place in places if place.suffix == ".py" and place.is_file()]
+    return Bubblewrap(
+        directory=Path.cwd(),
+        own=[Path.cwd(), *(file.parent for file in files)],
+        packages=[Path(path).absolute() for path in (asyncrl.__path__[0], *sys.path)],
+        files=files,
+        hidden=[run_root],
+    )
+
+
+def sandbox_of(config: RewardConfig, run_root: Path) -> Bubblewrap | None:
+    """The sandbox that the config asks for, if any."""
+    if config.sandbox != "bubblewrap":
+        return None
+    return reward_sandbox([function.function for function in config.functions], run_root)

@@ -15,18 +15,10 @@ from pathlib import Path
 import psutil
 from safetensors import SafetensorError
 
+from asyncrl import files
 from asyncrl.config.document import parse
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import RunError, RunNotUp
-from asyncrl.files import (
-    make_directory,
-    read_record,
-    replace_text,
-    sync,
-    sync_below,
-    tell_unreadable,
-    with_cure,
-)
 from asyncrl.hosting.processes import find_holder
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.run.lock import holder_of, is_locked
@@ -107,7 +99,7 @@ class RunDirectory:
 
     def make(self) -> None:
         """Make the directory, private because it holds secrets and sockets."""
-        make_directory(self.path, private=True)
+        files.make_directory(self.path, private=True)
 
     def create(self, *, fresh: bool, config: str = "") -> None:
         """Make the directories; with `fresh`, first remove what an earlier run of this name left.
@@ -136,10 +128,10 @@ class RunDirectory:
         for keys, node in parse(config, file="")[0].walk():
             value = node.value if isinstance(node.value, str) else ""
             # A function has its file before the colon. Only rows have patterns; a file may be named like one.
-            files = [name for name in (value, value.rpartition(":")[0]) if os.path.lexists(name)]
+            paths = [name for name in (value, value.rpartition(":")[0]) if os.path.lexists(name)]
             if keys[:1] == ("data",) and keys[-1] in ("train", "eval", "path"):
-                files += glob(value, recursive=True)
-            for parents in (Path(file).resolve().parents for file in files):
+                paths += glob(value, recursive=True)
+            for parents in (Path(path).resolve().parents for path in paths):
                 if self.path.resolve() in parents and self.given.resolve() not in parents:
                     found = f"{'.'.join(map(str, keys))}: found {node.value}, which --fresh would delete"
                     raise RunError(f"{found}; copy or export it to another place, or choose another run.name")
@@ -160,7 +152,7 @@ class RunDirectory:
     def mark_saved(self) -> None:
         """Record that a checkpoint was saved: an empty `checkpoints/` is then a loss, not a new run."""
         if not self.saved_mark.exists():
-            replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
+            files.replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
     def forget_stop(self, *, by_slurm: bool) -> None:
         """Remove what `down` knows of an earlier start: the announced stop, and the job of another kind."""
@@ -193,11 +185,11 @@ class RunDirectory:
 
     def write_processes(self, pids: Mapping[str, int]) -> None:
         """Record the supervisor and its children for `asyncrl status` and `asyncrl down`."""
-        replace_text(self.processes, json.dumps({"supervisor": os.getpid(), "children": dict(pids)}))
+        files.replace_text(self.processes, json.dumps({"supervisor": os.getpid(), "children": dict(pids)}))
 
     def children(self) -> dict[str, int]:
         """Process ids by name, as the supervisor last wrote them."""
-        children = (read_record(self.processes) or {}).get("children")
+        children = (files.read_record(self.processes) or {}).get("children")
         return children if isinstance(children, dict) else {}
 
     def supervisor(self) -> psutil.Process | None:
@@ -236,7 +228,7 @@ class RunDirectory:
             found = f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({names}, ...)"
             raise RunError(f"{found} can be loaded without it; {RESTORE}")
         secret = given.secret if given else secrets.token_bytes(32)
-        replace_text(self.secret_path, secret.hex(), durable=True, private=True)
+        files.replace_text(self.secret_path, secret.hex(), durable=True, private=True)
 
     def secret(self) -> str:
         """Return the run's secret, from which all keys in `run.keys` are derived. Raises RunError."""
@@ -259,7 +251,7 @@ class RunDirectory:
 
     def write_join_key(self, keys: JoinKeys) -> Path:
         """Write the key with which generators on other hosts join."""
-        replace_text(self.join_key, keys.text(), durable=True, private=True)
+        files.replace_text(self.join_key, keys.text(), durable=True, private=True)
         return self.join_key
 
     def store_url(self) -> str | None:
@@ -269,7 +261,7 @@ class RunDirectory:
             return path.read_text() or None
         except (OSError, ValueError) as error:
             if not isinstance(error, FileNotFoundError):
-                tell_unreadable(path, error)
+                files.tell_unreadable(path, error)
             return None
 
 
@@ -279,7 +271,7 @@ def needing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"the run directory {path} cannot be used: {with_cure(error, path)}") from error
+        raise RunError(f"the run directory {path} cannot be used: {files.with_cure(error, path)}") from error
 
 
 def find_run(run: Path | None) -> RunDirectory:
@@ -302,7 +294,7 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Replace a file that a user asked for, atomically. Raises RunError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text, private=private)
+        files.replace_text(path, text, private=private)
     except (OSError, ValueError) as error:
         raise _refused(path, error) from error
 
@@ -319,11 +311,11 @@ def write_directory(path: Path) -> Iterator[Path]:
             FileOps().remove(writing)
         writing.mkdir(parents=True)
         yield writing
-        sync_below(writing)
+        files.sync_below(writing)
         if os.path.lexists(path):
             FileOps().remove(path)
         writing.rename(path)
-        sync(path.parent)
+        files.sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise _refused(path, error) from error
     finally:
@@ -340,5 +332,5 @@ def first_weights(model: ModelConfig) -> tuple[str, str | None]:
     """Name the first weights, base and adapter, with the digests that stages which made them recorded."""
     start = model.lora and model.lora.start
     paths = [Path(model.path), *([start] if start else [])]
-    found = [(read_record(RunDirectory(path.parent).stage) or {}).get("digest") for path in paths]
+    found = [(files.read_record(RunDirectory(path.parent).stage) or {}).get("digest") for path in paths]
     return " and ".join(map(str, paths)), " ".join(filter(None, found)) or None

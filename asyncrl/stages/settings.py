@@ -8,17 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from asyncrl.algo.ranges import PositiveInt
+from asyncrl.config import named_files
 from asyncrl.config.algorithm import ANY_SETTINGS, ReferenceConfig
 from asyncrl.config.base import Mistake, Part, Root, broken, marked
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.model_files import Unusable, read_settings
-from asyncrl.config.named_files import (
-    data_problems,
-    misused_stage,
-    policy_problems,
-    tracker_problems,
-    vocabulary,
-)
 from asyncrl.config.resume import OTHER_RUN
 from asyncrl.config.run_fields import RunConfig
 from asyncrl.config.schema import OTHER_NAMES
@@ -125,9 +119,9 @@ def validated_stage(path: Path, overrides: Sequence[str] = ()) -> StageConfig:
 def _file_problems(config: StageConfig) -> Iterator[Mistake]:
     if find_spec("trl") is None:
         yield Mistake(("stage",), f"found no package trl, which trains; run: {install_command('stages')}")
-    yield from policy_problems(config.model)
-    yield from data_problems({"data.train": config.data.train, "data.eval": config.data.eval})
-    yield from tracker_problems(config.telemetry)
+    yield from named_files.policy_problems(config.model)
+    yield from named_files.data_problems({"data.train": config.data.train, "data.eval": config.data.eval})
+    yield from named_files.tracker_problems(config.telemetry)
     if config.model.lora and config.model.lora.start:
         yield from _start_problems(config.model.path, config.model.lora, config.model.lora.start)
     if config.teacher and config.teacher.path is not None:
@@ -137,7 +131,7 @@ def _file_problems(config: StageConfig) -> Iterator[Mistake]:
 
 
 def _start_problems(path: str, lora: LoraConfig, start: Path) -> Iterator[Mistake]:
-    found = "" if (start / SETTINGS).is_file() else misused_stage(start)
+    found = "" if (start / SETTINGS).is_file() else named_files.misused_stage(start)
     try:
         require_usable(lora, path)
     except ConfigError as error:
@@ -146,7 +140,7 @@ def _start_problems(path: str, lora: LoraConfig, start: Path) -> Iterator[Mistak
 
 
 def _teacher_problems(path: str, revision: str | None, student: str) -> Iterator[Mistake]:
-    for keys, text in policy_problems(ModelConfig(path=path, revision=revision)):
+    for keys, text in named_files.policy_problems(ModelConfig(path=path, revision=revision)):
         if keys == ("model.path",):
             yield Mistake(("teacher.path",), text)
     words, ours = _words(path), _words(student)
@@ -158,7 +152,7 @@ def _teacher_problems(path: str, revision: str | None, student: str) -> Iterator
 def _words(model: str) -> tuple[object, object] | None:
     """Return what must be the same where distributions are compared; None if unknown."""
     try:
-        size, words = read_settings(Path(model)).get("vocab_size"), vocabulary(Path(model))
+        size, words = read_settings(Path(model)).get("vocab_size"), named_files.vocabulary(Path(model))
     except Unusable:
         return None
     return (size, words) if any(words) else None

@@ -91,7 +91,7 @@ class WandbTracker:
             )
         directory.mkdir(parents=True, exist_ok=True)
         self._wandb = wandb
-        self._tables = SampleTables()
+        self._shown = dict[str, int]()
         end = {"finish_timeout": FINISH_S, "finish_timeout_raises": True}
         self._run = wandb.init(
             mode=mode,
@@ -123,7 +123,7 @@ class WandbTracker:
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Show rollouts as a table, every few steps."""
-        if rows := self._tables.rows(records):
+        if rows := table_rows(records, self._shown):
             table = self._wandb.Table(columns=list(COLUMNS), data=rows)
             self._run.log({"step": records[-1].step, _table_of(records[-1]): table})
 
@@ -144,7 +144,7 @@ class TensorBoardTracker:
         with from_extra("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
-        self._tables = SampleTables()
+        self._shown = dict[str, int]()
         self._writer = SummaryWriter(log_dir=str(directory), purge_step=step + 1, flush_secs=FLUSH_S)
         self._writer.add_text("config", _code(json.dumps(config, indent=1)), global_step=step)
 
@@ -171,7 +171,7 @@ class TensorBoardTracker:
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Show rollouts as text, every few steps."""
-        if rows := self._tables.rows(records):
+        if rows := table_rows(records, self._shown):
             lines = [[f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)] for row in rows]
             text = _code("\n\n".join(map("\n".join, lines)))
             self._writer.add_text(_table_of(records[-1]), text, global_step=records[-1].step)
@@ -209,19 +209,16 @@ def _table_of(record: SampleRecord) -> str:
     return "/".join(filter(None, ("samples", record.kind, record.eval_set)))
 
 
-class SampleTables:
-    """Selects the rollouts that trackers show as tables."""
+def table_rows(records: Sequence[SampleRecord], shown: dict[str, int]) -> list[list[str | int | float]]:
+    """Return a row of `COLUMNS` per record; no rows within `SAMPLES_EVERY` steps after the last ones.
 
-    def __init__(self) -> None:
-        self._shown_step: dict[str, int] = {}
-
-    def rows(self, records: Sequence[SampleRecord]) -> list[list[str | int | float]]:
-        """Return a row of `COLUMNS` per record; no rows within `SAMPLES_EVERY` steps after the last ones."""
-        if not records:
-            return []
-        step, table = records[-1].step, _table_of(records[-1])
-        if 0 <= step - self._shown_step.get(table, -SAMPLES_EVERY) < SAMPLES_EVERY:
-            return []
-        self._shown_step[table] = step
-        rows = [[getattr(record, column) for column in COLUMNS] for record in records]
-        return [[cell if isinstance(cell, (str, int, float)) else str(cell) for cell in row] for row in rows]
+    `shown` keeps the step of these by table.
+    """
+    if not records:
+        return []
+    step, table = records[-1].step, _table_of(records[-1])
+    if 0 <= step - shown.get(table, -SAMPLES_EVERY) < SAMPLES_EVERY:
+        return []
+    shown[table] = step
+    rows = [[getattr(record, column) for column in COLUMNS] for record in records]
+    return [[cell if isinstance(cell, (str, int, float)) else str(cell) for cell in row] for row in rows]

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from redis.exceptions import RedisError
 
-from asyncrl.cluster.network import obstacle
+from asyncrl.cluster.local import obstacle
 
 from .roles import RUN
 from .world import START_S, Fsync, World

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.cluster.network import Namespace
+from asyncrl.cluster.local import Namespace
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_NETWORK = 0x40000000

@@ -35,8 +35,7 @@ class Mutant(NamedTuple):
 
 
 TESTS = {
-    "tokens": "aggregation losses corrections",
-    "ratios": "losses corrections kl",
+    "tokens": "aggregation losses corrections kl",
     "group_rewards": "advantages algo_metrics",
     "returns": "advantages",
     "advantages": "advantages",
@@ -77,10 +76,10 @@ TESTS = {
 """Which tests must notice a change in a module."""
 
 MUTANTS = [
-    Mutant("ratios", "LOG_RATIO_BOUND = 20.0", "LOG_RATIO_BOUND = 21.0"),
-    Mutant("ratios", ".clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", ""),
-    Mutant("ratios", ".clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", ".clamp(max=LOG_RATIO_BOUND)"),
-    Mutant("ratios", "(numerator_T - denominator_T.detach())", "(denominator_T.detach() - numerator_T)"),
+    Mutant("tokens", "LOG_RATIO_BOUND = 20.0", "LOG_RATIO_BOUND = 21.0"),
+    Mutant("tokens", ".clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", ""),
+    Mutant("tokens", ".clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", ".clamp(max=LOG_RATIO_BOUND)"),
+    Mutant("tokens", "(numerator_T - denominator_T.detach())", "(denominator_T.detach() - numerator_T)"),
     Mutant("tokens", "self.lengths_S.clamp(min=1)", "(self.lengths_S + 1)"),
     Mutant("tokens", "self.lengths_S.clamp(min=1)", "self.lengths_S"),
     Mutant("tokens", "values_T if self.weights_T is None else values_T * self.weights_T", "values_T"),
@@ -134,11 +133,11 @@ MUTANTS = [
     Mutant("losses", "batch.advantages_T > 0, tau_positive, tau_negative", "batch.advantages_T > 0, tau_negative, tau_positive"),
     Mutant("losses", "0.5 * beta", "beta"),
     Mutant("losses", "batch.weighted(-batch.advantages_T * logprobs_T)", "-batch.advantages_T * logprobs_T"),
-    Mutant("ratios", "logprobs_T - logprobs_T.detach() + d_T", "d_T"),
-    Mutant("ratios", "log_ratio(logprobs_T.detach(), batch", "log_ratio(logprobs_T, batch"),
+    Mutant("tokens", "logprobs_T - logprobs_T.detach() + d_T", "d_T"),
+    Mutant("tokens", "log_ratio(logprobs_T.detach(), batch", "log_ratio(logprobs_T, batch"),
     Mutant("tokens", "else self.mean_S)", "else self.sum_S)"),
     Mutant("tokens", 'if level == "sequence"', 'if level != "sequence"'),
-    Mutant("ratios", "level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "level)"),
+    Mutant("tokens", "level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)", "level)"),
     Mutant("losses", '"geometric"', '"sequence"', after="def gspo"),
     Mutant("losses", "batch.advantages_T < 0", "batch.advantages_T > 0", after="def vespo"),
     Mutant("losses", "lambda_T * (1.0 - s_T)", "lambda_T * -s_T"),
@@ -448,7 +447,7 @@ MUTANTS = [
     Mutant("batch/recipe", "entropy_gradient=bool(entropy)", "entropy_gradient=False"),
     Mutant("batch/recipe", "sequences=plan.rewards.num_sequences", "sequences=len(plan.sequences)"),
     Mutant("batch/estimate", "in_time(self.targets, rewards)", "self.targets(rewards)"),
-    Mutant("ratios", "numerator_T.detach().clamp(max=0.0).exp()", "numerator_T.detach().exp()"),
+    Mutant("tokens", "numerator_T.detach().clamp(max=0.0).exp()", "numerator_T.detach().exp()"),
     Mutant("losses", "(sign_T > 0) & (d_T > clip_high)", "(sign_T > 0) & (d_T > clip_low)"),
     Mutant("data/images", "_content(beside / place", "_content(Path(place)"),
     Mutant("data/images", "if isinstance(content, bytes) and content else", "if content else"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.cluster.network import obstacle
+from asyncrl.cluster.local import obstacle
 from reliability.chaos.pairs import ENDINGS
 from reliability.chaos.weights import aborted, parted, run, sampling_on, stricken, visitors
 

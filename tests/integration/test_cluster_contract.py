@@ -12,8 +12,7 @@ import pytest
 
 from asyncrl import __version__
 from asyncrl.cluster.base import Cluster, HostPlan
-from asyncrl.cluster.local import LocalCluster
-from asyncrl.cluster.network import obstacle
+from asyncrl.cluster.local import LocalCluster, obstacle
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.cluster.network import obstacle
+from asyncrl.cluster.local import obstacle
 from asyncrl.commands.down import processes_of
 from tests.support.whole_run import call, start, steps, tiny_run, wait
 

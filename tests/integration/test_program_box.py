@@ -16,8 +16,7 @@ import pytest
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.base import RewardInput
-from asyncrl.rewards.builtin import obstacle
-from asyncrl.rewards.library import code
+from asyncrl.rewards.builtin import code, obstacle
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.box import Box, Result, python_result
 from tests.support.machine import skip_for

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from asyncrl.cluster.network import Namespace, Network, obstacle
+from asyncrl.cluster.local import Namespace, Network, obstacle
 from asyncrl.commands.down import processes_of
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import forked_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cluster.network import Network, obstacle
+from asyncrl.cluster.local import Network, obstacle
 from asyncrl.cluster.plans import node_plan, nodes_in
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.cluster.network import Network, obstacle
+from asyncrl.cluster.local import Network, obstacle
 from tests.support.command import ASYNCRL
 from tests.support.waiting import wait_until
 

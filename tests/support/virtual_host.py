@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.children import ProcessSpec, ThisHost
 from asyncrl.hosting.progress import Pace, Sign
 from asyncrl.hosting.supervisor import _RESTART_WINDOW_S, Supervisor
 
@@ -103,8 +103,8 @@ class VirtualProcess:
 Program = Callable[[VirtualProcess], Life]
 
 
-class VirtualHost:
-    """Implements `Host`. `programs` says by the name of a process what it does."""
+class VirtualHost(ThisHost):
+    """A host whose `programs` say by the name of a process what it does."""
 
     def __init__(self, **programs: Program) -> None:
         self.programs = programs

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.corrections import log_linear
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.ratios import log_ratio
 from asyncrl.algo.token_advantages import value_targets
+from asyncrl.algo.tokens import log_ratio
 from asyncrl.config import registry
 from asyncrl.errors import ConfigError, ShapeError
 from tests.support.algo_cases import make_rewards

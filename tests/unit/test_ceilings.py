@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55254,
-    "modules": 377,
-    "public functions and classes": 1473,
+    "lines of the package": 55018,
+    "modules": 371,
+    "public functions and classes": 1470,
     "modules of ours that a module imports, at most": 36,
     "private functions that are used once": 607,
 }

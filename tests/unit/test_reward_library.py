@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards import builtin, functions, library, worker
+from asyncrl.rewards import builtin, functions, worker
+from asyncrl.rewards.builtin import boxed, choice, code, json_schema, length, maths, pattern, repetition, tags
 from asyncrl.rewards.functions import bind, load_function
-from asyncrl.rewards.library import boxed, choice, code, json_schema, length, maths, pattern, repetition, tags
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 WAYS = (r"So we get $\boxed{%s}$.", "The final answer is $%s$. I hope it is correct.", "Therefore:\n\\[%s\\]")
@@ -29,7 +29,7 @@ def test_math_gives_1_to_references_in_three_ways_and_0_to_their_neighbours(monk
     # Its limit is by the clock; other work on the machine ends no comparison here.
     alarm = signal.alarm
     monkeypatch.setattr(signal, "alarm", lambda seconds: alarm(20 * seconds))
-    monkeypatch.setattr(library, "_DECISION_S", 100.0)
+    monkeypatch.setattr(builtin, "_DECISION_S", 100.0)
     rows = [json.loads(line)["answer"] for line in (SHARED / "math500" / "math500.jsonl").open()]
     for answer, other in zip(rows, rows[1:] + rows[:1], strict=True):
         for way in WAYS:
@@ -63,7 +63,7 @@ def test_math_that_a_busy_machine_did_not_finish_is_a_failure_and_no_0(
     monkeypatch, own_s, is_failure, is_read
 ):
     clock = SimpleNamespace(monotonic=iter([0.0, 5.1]).__next__, process_time=iter([0.0, own_s]).__next__)
-    monkeypatch.setattr(library, "time", clock)
+    monkeypatch.setattr(builtin, "time", clock)
     monkeypatch.setattr("math_verify.verify", lambda *given, **options: False)  # as after its time-out
     if not is_read:
         monkeypatch.setattr("math_verify.parse", lambda *given, **options: [])
@@ -249,7 +249,7 @@ def test_the_program_is_the_last_block_of_its_language_and_not_the_output_behind
     def passes(program, test, by):
         return (program, by) == ("program\n", interpreter)
 
-    monkeypatch.setattr(library, "_passes", passes)
+    monkeypatch.setattr(builtin, "_passes", passes)
     for behind in ("", "text"):
         response = FOUND.format(language, behind)
         assert code("", f"```{language}\ndraft\n```\n{response}", [{}], interpreter=interpreter) == 1
@@ -262,7 +262,7 @@ def test_the_program_is_the_last_block_of_its_language_and_not_the_output_behind
 
 def test_code_without_share_stops_at_the_first_test_that_fails(monkeypatch):
     ran = []
-    monkeypatch.setattr(library, "_passes", lambda program, test, by: ran.append(test) or test != 2)
+    monkeypatch.setattr(builtin, "_passes", lambda program, test, by: ran.append(test) or test != 2)
     assert code("", "", [1, 2, 3]) == 0 and ran == [1, 2]
     assert code("", "", [1, 2, 3], share=True) == pytest.approx(2 / 3) and ran == [1, 2, 1, 2, 3]
 
@@ -292,7 +292,7 @@ def test_a_number_is_the_answer_that_people_write(answer, text):
 
 def test_a_test_without_input_reads_nothing_and_one_without_output_is_refused(monkeypatch):
     monkeypatch.setattr(
-        library, "_result", lambda program, stdin, by: SimpleNamespace(status="ok", stdout=f"[{stdin}]")
+        builtin, "_result", lambda program, stdin, by: SimpleNamespace(status="ok", stdout=f"[{stdin}]")
     )
     assert code("", "", [{"input": None, "output": "[]"}]) == 1
     with pytest.raises(ValueError, match=r"`input` and `output`, found .*None"):

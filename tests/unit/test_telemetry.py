@@ -32,7 +32,7 @@ from asyncrl.telemetry.history import History
 from asyncrl.telemetry.jsonl import Tail
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.telemetry.status import read_status, status_json, write_status
-from asyncrl.telemetry.trackers import COLUMNS, JsonlTracker, SampleTables, split
+from asyncrl.telemetry.trackers import COLUMNS, JsonlTracker, split, table_rows
 from tests.support.telemetry_records import LAGS, record, snapshot
 
 RESOLVED = {"weights": {"probe_limit": 0.05}}
@@ -739,10 +739,10 @@ def test_a_number_that_is_no_bin_stays_in_its_name(end: str) -> None:
 
 
 def test_a_table_of_samples_is_due_every_ten_steps_of_its_kind_and_again_after_going_back() -> None:
-    tables = SampleTables()
-    shown = [step for step in (1, 2, 10, 11, 21, 12) if tables.rows([record(step=step)])]
-    assert shown == [1, 11, 21, 12] and tables.rows([]) == []
-    (row,) = tables.rows([record(step=12, kind="eval")])
+    last: dict[str, int] = {}
+    shown = [step for step in (1, 2, 10, 11, 21, 12) if table_rows([record(step=step)], last)]
+    assert shown == [1, 11, 21, 12] and table_rows([], last) == []
+    (row,) = table_rows([record(step=12, kind="eval")], last)
     assert dict(zip(COLUMNS, row, strict=True))["versions"] == "[(0, 3), (1, 2)]"
 
 

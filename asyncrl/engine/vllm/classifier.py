@@ -36,7 +36,11 @@ def classifier_args(
 def open_classifier(
     model: str, dtype: str, generator: GeneratorConfig, *, max_tokens: int, device: Device
 ) -> Score:
-    """Load the model; see `engine.open`."""
+    """Load a reward model with vLLM; the result computes its number for token ids, many at the same time.
+
+    It raises EngineError for ids that the model cannot take. As `engine.open.open_engine`, it must not run in
+    a thread of its own.
+    """
     set_environment(generator, device=device)
     from vllm import AsyncEngineArgs, PoolingParams
     from vllm.exceptions import VLLMClientError
