@@ -60,20 +60,25 @@ class StartedRun:
     how_to_join: Sequence[str]  # instructions for generators elsewhere, by line
     _tend: Callable[[], None]
     _announce_stop: Callable[[], float] = lambda: 0.0  # returns the seconds that the learner gets to save
+    _tend_store: Callable[[], None] = lambda: None  # to the end: without its store the learner cannot save
 
     def wait(self, on_tick: Callable[[], None]) -> None:
         """Supervise until the training is over, fails or is to stop. Then save, and stop all."""
 
+        def last_tick() -> None:
+            self._tend_store()
+            on_tick()
+
         def tick() -> None:
             self._tend()
-            on_tick()
+            last_tick()
 
         try:
             self.supervisor.run(tick)
         finally:
             leave_s = LEAVE_S if self.supervisor.is_over else 0.0
             save_s = 0.0 if self.supervisor.is_over else self._announce_stop()
-            self.supervisor.stop(leave_s=leave_s, save_s=save_s, on_tick=on_tick)
+            self.supervisor.stop(leave_s=leave_s, save_s=save_s, on_tick=last_tick)
 
 
 @contextmanager
@@ -125,14 +130,15 @@ def started(
             scaled.begin(len(placement.generators))
 
         def tend() -> None:
-            tend_store()
             if scaled is not None:
                 with may_fail("scaling"):
                     scaled.tend()
             tend_processes()
 
-        slow_s = config.control.slow_s
-        yield StartedRun(supervisor, how_to_join, tend, lambda: announce(directory, supervisor.doing, slow_s))
+        def announced() -> float:
+            return announce(directory, supervisor.doing, config.control.slow_s)
+
+        yield StartedRun(supervisor, how_to_join, tend, announced, tend_store)
 
 
 @contextmanager
@@ -263,9 +269,7 @@ def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:
 
 def require_password(store: StoreConfig) -> None:
     """Raise RunError for a store on another host if this process has no password for it."""
-    if store.url is None or store.insecure or os.environ.get(store.password_env):
-        return
-    if stays_here(store.url):
+    if store.url is None or store.insecure or os.environ.get(store.password_env) or stays_here(store.url):
         return
     raise RunError(
         f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody who "

@@ -134,7 +134,7 @@ sys.exit(143)
 """
 
 
-def stopped_run(directory, step_s, signals, *, fails=False):
+def stopped_run(directory, step_s, signals, *, fails=False, tend_store=lambda: None):
     """A run whose learner takes `step_s` to finish its step, which the default limit of 0.2 s does not allow."""
     argv = [sys.executable, "-c", SLOW_STEP, str(directory.checkpoints), str(step_s)]
     one = ProcessSpec(
@@ -156,9 +156,14 @@ def stopped_run(directory, step_s, signals, *, fails=False):
                 os.kill(os.getpid(), left.pop(0))
 
     with Supervisor([one], max_restarts=0) as supervisor, stop_on_signals(supervisor) as stopped:
-        StartedRun(supervisor, (), lambda: None, lambda: announce(directory, supervisor.doing, SLOW_S)).wait(
-            tick
+        run = StartedRun(
+            supervisor,
+            (),
+            lambda: None,
+            lambda: announce(directory, supervisor.doing, SLOW_S),
+            tend_store,
         )
+        run.wait(tick)
     return stopped.status
 
 
@@ -167,6 +172,12 @@ def test_a_step_that_takes_longer_than_a_process_has_to_leave_is_saved(tmp_path)
     assert stopped_run(directory, 1.0, [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]) == 143
     write_status(directory.status, replace(STATUS, step=8))
     assert what_is_saved(directory) == f"step 8 is saved in {directory.checkpoints}/step-000008"
+
+
+def test_the_store_is_kept_alive_until_the_learner_has_saved(tmp_path):
+    directory, stops = run_at(tmp_path, trained=7), []
+    stopped_run(directory, 1.0, [signal.SIGTERM], tend_store=lambda: stops.append(read_stop(directory)))
+    assert stops[0] is None and stops[-1] is not None, "the learner needs it to save"
 
 
 def test_a_run_that_fails_saves_too(tmp_path):
