@@ -26,6 +26,7 @@ COLUMNS = (
 SAMPLES_EVERY = 10  # steps between two tables of one kind: a table at every step would dominate the upload
 FLUSH_S = 10
 INIT_TIMEOUT_S = 60.0
+FINISH_S = 300.0  # for the last uploads; without a limit W&B waits until the learner is taken to hang
 # Shown in the run's summary next to the last value; the largest value of an alarm says if it was ever active.
 HIGHEST, LOWEST = ("reward/mean", "eval/*", "alarm/*"), ("policy/entropy", "mismatch/ess")
 # In the summary also as `0.412 ± 0.014 (n 1,319)`.
@@ -91,6 +92,7 @@ class WandbTracker:
         directory.mkdir(parents=True, exist_ok=True)
         self._wandb = wandb
         self._tables = SampleTables()
+        end = {"finish_timeout": FINISH_S, "finish_timeout_raises": True}
         self._run = wandb.init(
             mode=mode,
             project=project,
@@ -99,7 +101,7 @@ class WandbTracker:
             resume="allow" if mode == "online" else None,
             dir=str(directory),
             config=dict(config),
-            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off"),
+            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off", **end),
         )
         # W&B's own step can only grow, but ours goes back when a run resumes from a checkpoint.
         self._run.define_metric("*", step_metric="step")
@@ -126,8 +128,12 @@ class WandbTracker:
             self._run.log({"step": records[-1].step, _table_of(records[-1]): table})
 
     def close(self) -> None:
-        """Upload what is pending and close the run."""
-        self._run.finish()
+        """Upload what is pending and close the run. Raises TimeoutError after `FINISH_S`."""
+        try:
+            self._run.finish()
+        except TimeoutError:
+            files = Path(self._run.dir).parent
+            raise TimeoutError(f"W&B lacks the end of the run; `wandb sync {files}` uploads it") from None
 
 
 class TensorBoardTracker:

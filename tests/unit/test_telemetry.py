@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from asyncrl.config.sections import TelemetryConfig
+from asyncrl.config.sections import ControlConfig, TelemetryConfig
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry import fanout, jsonl
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, TOLD_STEPS, WINDOW, Alarms, Past, causes, ringing
@@ -413,6 +414,21 @@ def test_online_wandb_without_a_key_is_left_out_and_says_what_to_do(
     assert lines(metrics)[0]["a"] == 1.0
     (message,) = caplog.records
     assert message.exc_info and "wandb login" in str(message.exc_info[1])
+
+
+def test_a_run_ends_though_wandb_takes_no_uploads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    run = Mock(dir=str(tmp_path / "wandb" / "run-1" / "files"))
+    run.finish.side_effect = TimeoutError("Timed out finishing run.")
+    monkeypatch.setattr(wandb, "init", opened := Mock(return_value=run))
+    trackers = open_trackers(TelemetryConfig(wandb="offline"), "a", tmp_path, RESOLVED, key_id="5a17")
+    settings = opened.call_args.kwargs["settings"]
+    assert 0 < settings.finish_timeout < ControlConfig().slow_s and settings.finish_timeout_raises
+    trackers.close()
+    assert f"`wandb sync {tmp_path}/wandb/run-1` uploads it" in caplog.text
 
 
 def test_a_status_comes_back_equal(tmp_path: Path) -> None:
