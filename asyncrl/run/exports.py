@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, set_client_factory
 from huggingface_hub.errors import LocalTokenNotFoundError
+from huggingface_hub.utils import _http
 
 from asyncrl.config.checkpoint_section import HubConfig
 from asyncrl.config.named_files import EXPORT
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 # Pause between two attempts at an export, and their number: a user may make room on a full disk.
 AGAIN_S, ATTEMPTS = 1.0, 60
 LAST_S, LOOK_S = 1200.0, 0.1  # longest wait for the last export or push, and from one look to the next
+ANSWER_S = 60.0  # longest silence of the hub, for which its client would wait without end
 LINKS = "hub"  # in a run's directory, of what is pushed: a checkpoint may be removed in the meantime
 
 
@@ -85,6 +88,18 @@ class Exports:
             if self._hurries.wait(AGAIN_S):
                 break
         log.error("the checkpoint of step %d stays without a model (%s)", self._step, self._failure)
+
+
+_made = _http._GLOBAL_CLIENT_FACTORY  # which code of the user may have set
+
+
+def _impatient_client() -> Any:
+    client = _made()
+    client.timeout = ANSWER_S
+    return client
+
+
+set_client_factory(_impatient_client)
 
 
 def refusal(hub: HubConfig) -> str:

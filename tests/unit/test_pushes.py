@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 
 from asyncrl.config.checkpoint_section import HubConfig
 from asyncrl.config.load import load_config
@@ -23,6 +23,7 @@ from asyncrl.launch import learner_parts
 from asyncrl.preflight.outside import outside_problems
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.exports import LINKS, Pushes, refusal
+from tests.support.waiting import wait_until
 from tests.support.whole_run import tiny_run
 
 HUB = HubConfig(repo="me/model", every=2)
@@ -36,6 +37,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.user: dict[str, Any] = {"name": "me", "orgs": [{"name": "us"}]}
         self.refuses, self.made = "", []
+        self.hangs, self.is_over = "", threading.Event()  # a part of the paths to which it never answers
         self.commits: list[tuple[str, dict[str, bytes]]] = []
         super().__init__(("127.0.0.1", 0), Answers)
 
@@ -73,6 +75,9 @@ class Answers(BaseHTTPRequestHandler):
             )
 
     def _say(self, answer: object, status: int = 200) -> None:
+        if self.server.hangs and self.server.hangs in self.path:
+            self.server.is_over.wait()
+            return
         data = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -90,7 +95,18 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_token")
         yield server
+        server.is_over.set()
         server.shutdown()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A client that waits a second for the hub, and not between its attempts."""
+    monkeypatch.setattr("asyncrl.run.exports.ANSWER_S", 1.0)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", Mock())
+    close_session()
+    yield
+    close_session()
 
 
 def save(run: Path, step: int) -> None:
@@ -139,6 +155,38 @@ def test_a_resumed_run_goes_on_without_its_hub_and_pushes_what_it_has(
         pushes = Pushes(HUB, tmp_path, threading.Event(), step=4)
     assert "me/model cannot be made or written" in caplog.text and not (tmp_path / LINKS).exists()
     pushes.finish()
+    assert [title for title, _ in hub.commits] == ["step 4"]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("at", ["/whoami", "/create"])
+def test_a_run_is_resumed_though_its_hub_takes_calls_and_never_answers(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture, at: str
+) -> None:
+    hub.hangs = at
+    start = threading.Thread(target=Pushes, args=(HUB, tmp_path, threading.Event()), kwargs={"step": 4})
+    start.daemon = True
+    with caplog.at_level(logging.WARNING, "asyncrl"):
+        start.start()
+        start.join(30)
+    assert not start.is_alive() and "the run goes on, and tries to push as before" in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_push_to_which_the_hub_never_answers_fails_and_later_ones_are_made(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pushes = Pushes(HUB, tmp_path, threading.Event())
+    hub.hangs = "/preupload/"
+    save(tmp_path, 2)
+    with caplog.at_level(logging.WARNING, "asyncrl"):
+        pushes.saved(2)
+        wait_until(lambda: not pushes._thread.is_alive(), 30)
+    assert "the model of step 2 is not on the hub" in caplog.text
+    hub.hangs = ""
+    save(tmp_path, 4)
+    pushes.saved(4)
+    wait_until(lambda: hub.commits, 30)
     assert [title for title, _ in hub.commits] == ["step 4"]
 
 
