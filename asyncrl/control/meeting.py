@@ -144,7 +144,7 @@ class LeadHost(contextlib.AbstractContextManager["LeadHost"]):
         """Return `OVER` once another host has ended the attempt."""
         self._read()
         for host in self._hosts.values():
-            if self._is_silent(host):
+            if not host.has_ended and self._is_silent(host):
                 silent_s = self._attention.now_s - host.heard_s
                 self._over = f"learner-{host.number} ({host.where}) has been silent for {silent_s:.0f} s"
         if not self._over:
@@ -180,18 +180,20 @@ class LeadHost(contextlib.AbstractContextManager["LeadHost"]):
                 if refused := self._unfit(message):
                     log.warning("a host was refused: %s", refused)
                     self._send(peer, Refused(reason=refused))
-                elif self._has_met:
+                elif self._has_met and not ((known := self._hosts.get(number)) and known.has_ended):
                     self._over = f"learner-{number} has started again"
                 else:
-                    self._hosts[number] = _Host(number, message.where, peer, self._attention.look())
+                    if not self._has_met:
+                        self._hosts[number] = _Host(number, message.where, peer, self._attention.look())
                     self._send(peer, Beat())
             case Ended(status=status) if host is not None:
-                self._send(peer, Ended(OVER))
+                self._send(peer, message)  # which the host repeats
                 if not self._has_met:
                     del self._hosts[host.number]
                     return
                 host.has_ended = True
-                self._over = f"the ranks of learner-{host.number} have ended ({ending(status)})"
+                if status:  # else rank 0 may still evaluate, export and push
+                    self._over = f"the ranks of learner-{host.number} have ended ({ending(status)})"
             case _:  # it comes from an attempt that is over
                 self._send(peer, Ended(OVER))
 
@@ -287,6 +289,7 @@ class FollowerHost(contextlib.AbstractContextManager["FollowerHost"]):
 
     def finish(self, status: int) -> int:
         """End the attempt with a status of the ranks here; after 0, with that of the ranks of host 0."""
+        self._status = status  # also if a signal ends the wait for rank 0
         while not status and (over := self.look()) is None:
             time.sleep(_PAUSE_S)
         self._status = status or over or 0

@@ -1,5 +1,6 @@
 """The hosts of a learner meet only if they agree, and what ends an attempt on one ends it on all."""
 
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -166,6 +167,21 @@ def test_ranks_that_fail_on_one_host_end_those_of_the_other(hosts, caplog):
     assert host.finish(3) == 3
     host.close()
     assert ends(lead) == OVER and "the ranks of learner-1 have ended (exit status 3)" in caplog.text
+
+
+def test_a_stop_that_reaches_a_host_without_work_first_leaves_rank_0_at_work(hosts, monkeypatch):
+    lead, host = together(hosts)
+    signalled = SimpleNamespace(monotonic=time.monotonic, sleep=lambda wait_s: sys.exit(143))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("asyncrl.control.meeting.time", signalled)
+        host.finish(0)
+    closing, looks = threading.Thread(target=host.close), []
+    closing.start()
+    wait_until(lambda: looks.append(lead.look()) or len(looks) == 100)  # longer than it may be silent
+    closing.join(30)
+    again = Meets(hosts(1))
+    wait_until(lambda: looks.append(lead.look()) or len(looks) == 150)
+    assert not any(looks) and again.found is None, "rank 0 exports the model; a successor waits for its end"
 
 
 @pytest.mark.parametrize("status", [0, 2])
