@@ -130,8 +130,10 @@ def end_jobs(run: Path, is_over: Callable[[], bool], report: Callable[[str], obj
     `report` gets its id. Raises RunError.
     """
     asked, lived_s = set[str](), time.monotonic()
-    try:
-        while found := jobs_of(run):
+    while True:
+        try:
+            if not (found := jobs_of(run)):
+                break
             live = [job for job in found if job.state != COMPLETING]
             waiting = [job.id for job in live if job.state == "PENDING"]
             running = [job.id for job in live if job.state == "RUNNING" and job.id not in asked]
@@ -147,7 +149,9 @@ def end_jobs(run: Path, is_over: Callable[[], bool], report: Callable[[str], obj
             elif running:
                 ask("scancel", "--batch", "--signal=TERM", *running)
             asked |= {*running, *waiting}
-            time.sleep(AGAIN_S)
-    except OSError as error:
-        raise RunError(f"the jobs of {run}: {error}; end them with scancel") from error
+        except OSError as error:
+            # Jobs that were asked to leave save also while Slurm's controller is away; scancel ends that.
+            if not asked or is_over():
+                raise RunError(f"the jobs of {run}: {error}; end them with scancel") from error
+        time.sleep(AGAIN_S)
     return bool(asked)

@@ -688,6 +688,25 @@ def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path
         next(iter(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False)))
 
 
+def test_down_waits_for_jobs_that_save_while_slurms_controller_is_away(tmp_path, monkeypatch):
+    passed_s, asked = itertools.count(step=10.0), []
+    clock = SimpleNamespace(monotonic=lambda: next(passed_s), sleep=lambda wait_s: None)
+    monkeypatch.setattr(slurm_jobs, "time", clock)
+    monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: asked.append(words) or "")
+    answers = iter([["7"], OSError("Socket timed out"), ["7"], [], *[OSError("no squeue")] * 3])
+
+    def jobs_of(run):
+        if isinstance(answer := next(answers), OSError):
+            raise answer
+        return [slurm_jobs.Job(job, "RUNNING", "0", "None", str(run)) for job in answer]
+
+    monkeypatch.setattr(slurm_jobs, "jobs_of", jobs_of)
+    assert slurm_jobs.end_jobs(tmp_path, lambda: False, pytest.fail)
+    assert asked == [("scancel", "--batch", "--signal=TERM", "7")], "nothing ends the save"
+    with pytest.raises(RunError, match="no squeue; end them with scancel"):
+        slurm_jobs.end_jobs(tmp_path, lambda: False, pytest.fail)
+
+
 @pytest.mark.parametrize(
     ("kind", "how", "left"),
     [
