@@ -1121,12 +1121,21 @@ def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
     serve(ScriptedTalk(), play)
 
 
-def test_the_answer_to_a_body_without_a_key_does_not_wait_for_the_body():
+@pytest.mark.parametrize(
+    ("call", "has_key", "status"),
+    [
+        ("POST /v1/responses", False, b"401"),
+        ("POST /nothing", False, b"404"),
+        ("GET /v1/responses", False, b"405"),
+        ("GET /v1/models", True, b"200"),
+    ],
+)
+def test_an_answer_to_an_unread_body_ends_the_connection(call, has_key, status):
     async def play(endpoint, episode):
-        answer, _ = await raw(
-            endpoint, b"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n"
-        )
-        assert b"401" in answer.partition(b"\r\n")[0]
+        key = f"authorization: Bearer {episode.key}\r\n" if has_key else ""
+        head = f"{call} HTTP/1.1\r\nhost: x\r\n{key}content-length: 999999\r\n\r\n"
+        answer, _ = await asyncio.wait_for(raw(endpoint, head.encode(), b" "), 30)
+        assert status in answer.partition(b"\r\n")[0]
 
     serve(ScriptedTalk(), play)
 

@@ -181,7 +181,7 @@ class _Exchange:
     def __init__(self, receive: Any, send: Any) -> None:
         self._receive = receive
         self._send = send
-        self._streams = False
+        self._streams = self._is_read = False
 
     async def body(self, headers: Mapping[str, str]) -> bytes:
         """The whole body. Raises Refused if it is too long or too slow."""
@@ -203,11 +203,12 @@ class _Exchange:
                         raise too_long
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {BODY_S:g} s", "body_too_slow") from None
+        self._is_read = True
         return b"".join(parts)
 
-    async def json(self, status: int, value: Json, *, closes: bool = False) -> None:
-        """Send a whole response."""
-        headers = [_JSON, (b"connection", b"close")] if closes else [_JSON]
+    async def json(self, status: int, value: Json) -> None:
+        """Send a whole response. The rest of a body that was not read is not waited for."""
+        headers = [_JSON] if self._is_read else [_JSON, (b"connection", b"close")]
         await self._write({"type": "http.response.start", "status": status, "headers": headers})
         await self._write({"type": "http.response.body", "body": json.dumps(value).encode()})
 
@@ -215,8 +216,8 @@ class _Exchange:
         """Send a refusal; in a stream that has begun, as an event."""
         if self._streams:
             await self.stream(iter([("error", error)]))
-        else:  # the rest of a body that was not read is not waited for
-            await self.json(refused.status, error, closes=refused.status in (401, 408, 413, 429))
+        else:
+            await self.json(refused.status, error)
 
     async def comment(self) -> None:
         """Show a waiting client that the connection lives."""
