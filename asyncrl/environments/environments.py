@@ -111,10 +111,10 @@ class Caller:
         return left
 
     def _answered(self, message: dict[str, Any]) -> None:
-        call = self._open.popleft()  # IndexError: nothing was asked
-        self._since_s = asyncio.get_running_loop().time()
         if not isinstance(message["seconds"], float) or not message.keys() & {"value", "error"}:
             raise ValueError("a reply without a value or its time")
+        call = self._open.popleft()  # IndexError: nothing was asked
+        self._since_s = asyncio.get_running_loop().time()
         if not call.reply.done():
             call.reply.set_result(message)
 

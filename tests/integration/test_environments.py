@@ -84,9 +84,10 @@ class Odd:
             if os.fork() == 0: return 100.0
             os.wait()
             return 1.0
-        if how == "garbage":
+        if how in ("garbage", "empty"):
+            said = {"garbage": b"\\x00\\x00\\x00\\xffgarbage" * 100, "empty": b"\\x02\\x00\\x00\\x00{}"}[how]
             for number in range(3, 64):
-                try: os.write(number, b"\\x00\\x00\\x00\\xffgarbage" * 100)
+                try: os.write(number, said)
                 except OSError: pass
         if how == "flood":
             for _ in range(3000): print("x" * 1000)
@@ -254,6 +255,7 @@ def test_only_columns_that_are_named_reach_user_code(tmp_path):
         ("sleep", "hung", r"`step`: took longer than 1 s and was killed"),
         ("busy", "hung", "took longer than 1 s"),
         ("garbage", "returned", "sent bytes that are no message"),
+        ("empty", "returned", "sent bytes that are no message"),
     ],
 )
 def test_a_failure_in_a_step_is_a_fault_with_its_reason_and_never_a_score(tmp_path, how, reason, says):
