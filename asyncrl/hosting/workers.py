@@ -110,14 +110,10 @@ class Worker:
         """Whether the process has not ended."""
         return self._process.poll() is None
 
-    def end(self, *, grace_s: float = 0.0) -> int:
-        """Close the channel, wait, kill. Returns the exit status, -SIGKILL if the kernel holds it."""
+    def end(self) -> None:
+        """Close the channel, and kill the process."""
         self.close()
-        try:
-            return self._process.wait(timeout=grace_s)
-        except subprocess.TimeoutExpired:
-            stop_processes([self._process], grace_s=0.0)
-        return self._process.returncode or -signal.SIGKILL
+        stop_processes([self._process], grace_s=0.0)
 
 
 class Scratch:
