@@ -1,6 +1,6 @@
 """The entry point: runs a command and ends with a message and an exit status (see docs/troubleshooting.md).
 
-Nothing heavy is imported before the handler of Ctrl-C is set.
+Nothing heavy is imported before the handler of Ctrl-C and SIGTERM is set.
 """
 
 import os
@@ -13,7 +13,7 @@ DONE = 0
 # After Ctrl-C; likewise `up` returns 143 after SIGTERM, 129 after a closed terminal.
 INTERRUPTED = 128 + signal.SIGINT
 
-_interrupted = False
+_interrupted = 0  # the exit status, once a signal has come
 
 
 def main() -> None:
@@ -29,11 +29,13 @@ def main() -> None:
     try:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background commands ignore it
             signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGTERM, _interrupt)
         status = _status(sys.argv[1:])
     except KeyboardInterrupt:  # may be raised anywhere, also within an import
         pass
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the exit is left to interrupt
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _give_up_output_that_fails()
     sys.exit(status)
 
@@ -49,8 +51,8 @@ def _status(arguments: list[str]) -> int:
         if sys.stdout:
             sys.stdout.flush()
     except Exception as error:  # noqa: BLE001 - the outermost handler, which reports the error
-        if _interrupted:  # a library turned the KeyboardInterrupt into an error of its own
-            return INTERRUPTED
+        if _interrupted:  # a library turned what `_interrupt` raised into an error of its own
+            return _interrupted
         if isinstance(error, BrokenPipeError) and _reader_left():
             return DONE
         from asyncrl.cli.mistakes import explain
@@ -73,25 +75,24 @@ def _output() -> tuple[int, int] | None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C: raise KeyboardInterrupt wherever the program is, also in an event loop that is stuck.
+    """Raise KeyboardInterrupt, after SIGTERM SystemExit, wherever the program is, also in a stuck event loop.
 
-    Exit immediately on the second Ctrl-C, and within an import: C++ libraries abort or raise another error
+    Exit immediately on the second signal, and within an import: C++ libraries abort or raise another error
     when an import inside them fails. Child processes end with this process.
     """
     global _interrupted
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
-    is_importing = frame is not None
-    if _interrupted or is_importing:
-        os._exit(INTERRUPTED)
-    _interrupted = True
-    raise KeyboardInterrupt
+    if _interrupted or frame is not None:  # it is importing
+        os._exit(128 + number)
+    _interrupted = 128 + number
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(_interrupted)
 
 
 def _unraisable(found: "sys.UnraisableHookArgs") -> None:
-    """End the command on a Ctrl-C that a library in another language has swallowed."""
-    if found.exc_type is KeyboardInterrupt:
-        os._exit(INTERRUPTED)
+    """End the command on a signal that a library in another language has swallowed."""
+    if _interrupted and found.exc_type in (KeyboardInterrupt, SystemExit):
+        os._exit(_interrupted)
     sys.__unraisablehook__(found)
 
 

@@ -322,6 +322,25 @@ def test_ctrl_c_at_any_moment_is_quiet(project):
         assert said == ""
 
 
+def test_a_command_that_a_batch_system_ends_cleans_up():
+    """`up` does so before it supervises anything: it puts back the config of the last start."""
+    code = (
+        "import threading, asyncrl.cli.app as app, asyncrl.cli.main as ours\n"
+        "def run(arguments, completes):\n"
+        "    try: print('begun', flush=True); threading.Event().wait(600)\n"
+        "    finally: print('cleaned up', flush=True)\n"
+        "app.run = run\n"
+        "ours.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.terminate()
+    assert process.communicate(timeout=60) == ("cleaned up\n", "")
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_the_package_is_the_command(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl", "version"],
