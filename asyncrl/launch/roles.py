@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.config.store import StoreConfig
@@ -59,7 +58,7 @@ def run_role(role: Callable[[], None]) -> None:
     """Run a role and exit: 0 done, 2 a restart would repeat the error, 3 it may repeat it, 1 other errors."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     die_with_parent(int(parent) if parent else None)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     attach()
     refuse_pickles_from_wires()
     try:
@@ -87,7 +86,3 @@ def join_store(store: StoreConfig, url: str, keys: RunKeys | JoinKeys) -> StoreC
     password = store_password(store, url, keys, os.environ)
     os.environ.pop(store.password_env, None)
     return StoreConnection(url, password=password, retry_s=STORE_RETRY_S)
-
-
-def _leave(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
