@@ -141,15 +141,17 @@ class RunView:
 
         Steps before a resume do not count, nor does the slowest step: the first ones compile and warm up.
         """
-        times = [row.get("time", -1.0) for row in self.recent("time/step")]
-        recent = [at for at in times if at >= (self.status.started_at if self.status else 0.0)]
-        took_s = sorted(after - before for before, after in pairwise(recent))[:-1]
+        began_at = self.status.started_at if self.status else 0.0
+        rows = [row for row in self.recent("time/step") if row.get("time", -1.0) >= began_at]
+        pairs = ((after["time"] - before["time"], after["time/step"]) for before, after in pairwise(rows))
+        took_s = sorted(pairs)[:-1]
         if self.status is None or self.status.is_final or not took_s:
             return None
-        seconds_per_step = sum(took_s) / len(took_s)
-        if seconds_per_step <= 0 or self.now - recent[-1] > max(STUCK_S, STUCK_STEPS * seconds_per_step):
+        row_s, step_s = (sum(values) / len(values) for values in zip(*took_s, strict=True))
+        if row_s <= 0 or self.now - rows[-1]["time"] > max(STUCK_S, STUCK_STEPS * row_s):
             return None
-        return max(0, self.status.total_steps - self.step) * seconds_per_step
+        # A stage writes a row after several steps (`trl.logging_steps`), with the mean time of one.
+        return max(0, self.status.total_steps - self.step) * (step_s if self.is_stage else row_s)
 
     @property
     def dropped(self) -> dict[str, int]:

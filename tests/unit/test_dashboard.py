@@ -778,6 +778,23 @@ def test_the_time_left_is_that_of_this_start_without_its_slowest_step() -> None:
     assert replace(state, status=replace(state.status, started_at=5061.0)).eta_s is None, "one interval"
 
 
+def stage_status(now: float, **changes: Any) -> StatusSnapshot:
+    status = StatusSnapshot(
+        run="sft", state="training", step=40, total_steps=140, version=0, started_at=0.0, updated_at=now, pid=0,
+        ranks=1, doing="train",
+    )  # fmt: skip
+    return replace(status, **changes)
+
+
+@pytest.mark.parametrize("each", [1, 10])
+def test_the_time_left_of_a_stage_counts_steps_where_it_logs_only_some(each: int) -> None:
+    history = History()
+    for step in range(each, 40 + 1, each):
+        history.add({"step": step, "time": 1.0 * step, "train/loss": 0.5, "time/step": 1.0})
+    state = RunView(run="a", now=41.0, history=history, status=stage_status(41.0))
+    assert state.eta_s == pytest.approx(100.0)
+
+
 def test_the_time_left_is_not_told_while_nothing_gets_on(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=4)
     state = read_state(run.directory)
