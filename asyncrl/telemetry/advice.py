@@ -38,6 +38,8 @@ def waiting_for(state: RunView) -> str | None:
         return f"no generator has complete weights ({names}): each update failed, the log says why"
     if state.is_stage or status.doing not in WAITS:
         begun_at = max((row.get("time", 0.0) for row in state.recent("time/step")), default=0.0)
+        if state.is_stage and status.state == "training":  # it has a row after several steps only
+            begun_at = status.updated_at
         since = f" for {duration(state.now - begun_at)}" if begun_at >= status.started_at else ""
         return f"training on step {state.step + 1}{since} (now: {status.doing.replace('_', ' ')})"
     audit = status.audit

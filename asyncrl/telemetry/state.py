@@ -131,7 +131,8 @@ class RunView:
     @property
     def silent_s(self) -> float:
         """Seconds since the learner last wrote its status; 0 once the run is over."""
-        if self.status is None or self.status.is_final:
+        # A stage writes its status after a step, which may take minutes.
+        if self.status is None or self.status.is_final or self.is_stage:
             return 0.0
         return max(0.0, self.now - self.status.updated_at)
 

@@ -795,6 +795,15 @@ def test_the_time_left_of_a_stage_counts_steps_where_it_logs_only_some(each: int
     assert state.eta_s == pytest.approx(100.0)
 
 
+def test_a_stage_in_a_long_step_is_not_called_silent() -> None:
+    history = History()
+    history.add({"step": 40, "time": 1000.0, "train/loss": 0.5, "time/step": 60.0})
+    state = RunView(run="a", now=1340.0, history=history, status=stage_status(1300.0, step=45))
+    assert picture(state, 80, 24)[1] == f"> training on step 46 for {duration(40.0)} (now: train)"
+    loads = stage_status(1300.0, step=0, state="starting", started_at=1300.0, doing="load the model")
+    assert picture(replace(state, status=loads), 80, 24)[1] == "> training on step 1 (now: load the model)"
+
+
 def test_the_time_left_is_not_told_while_nothing_gets_on(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=4)
     state = read_state(run.directory)
