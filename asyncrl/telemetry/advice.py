@@ -15,7 +15,7 @@ PAUSED = 0.15  # the same for the time that generators pause for weight updates
 BUSY = 0.1  # a learner that waits less than this finds groups in the queue
 QUEUED_STEPS = 1.0  # steps by which groups age in the queue before it is worth advice
 MOST_TIMES = 3  # advise at most this many times the current generators: rates change with their number
-FIRST_STEPS = 3  # trained steps before there is advice
+FIRST_STEPS = 3  # steps since the start before there is advice
 WAITS = ("", "wait_groups")  # what a learner does, in its status, while it waits for groups
 
 
@@ -56,7 +56,7 @@ def _doing(state: RunView, process: str) -> str:
 def bottleneck(state: RunView) -> str:
     """Return advice in one sentence, from the idle shares: the bottleneck is the side that never waits."""
     learner, paused = state.idle_learner, state.paused_generators
-    if learner is None or len(state.recent("idle/learner")) < FIRST_STEPS:
+    if state.status is None or learner is None or len(state.of_start("idle/learner")) < FIRST_STEPS:
         return waiting_for(state) or "no step was made"
     if state.members and all(member.state == "dirty" for member in state.members):
         return waiting_for(state) or ""

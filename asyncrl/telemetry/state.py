@@ -94,16 +94,18 @@ class RunView:
         newest_first = (self.history.rows[step] for step in reversed(self.history.steps))
         return [*islice((row for row in newest_first if name in row), RECENT_STEPS + 1)][::-1]
 
+    def of_start(self, name: str) -> list[Row]:
+        """Return those of `recent` that the learner's process has made: after a resume, none of before."""
+        began_at = self.status.started_at if self.status else 0.0
+        return [row for row in self.recent(name) if row.get("time", -1.0) >= began_at]
+
     @property
     def idle_learner(self) -> float | None:
-        """Share of the time of the last steps in which the learner had nothing to train on.
+        """Share of the time of the last steps since the start in which the learner had nothing to train on.
 
-        The first step since the start is left out: the learner waited for the generators to start.
+        The first step is left out: the learner waited for the generators to start.
         """
-        known = self.recent("idle/learner")
-        began_at = self.status.started_at if self.status else 0.0
-        first = next((row for row in known if row.get("time", began_at) >= began_at), None)
-        rows = [row for row in known if row is not first][-RECENT_STEPS:]
+        rows = self.of_start("idle/learner")[1:]
         shares = [(row["idle/learner"], row.get("time/step", 1.0)) for row in rows]
         total_s = sum(step_s for _, step_s in shares)
         return sum(share * step_s for share, step_s in shares) / total_s if total_s > 0 else None
@@ -142,8 +144,7 @@ class RunView:
 
         Steps before a resume do not count, nor does the slowest step: the first ones compile and warm up.
         """
-        began_at = self.status.started_at if self.status else 0.0
-        rows = [row for row in self.recent("time/step") if row.get("time", -1.0) >= began_at]
+        rows = self.of_start("time/step")
         pairs = ((after["time"] - before["time"], after["time/step"]) for before, after in pairwise(rows))
         took_s = sorted(pairs)[:-1]
         if self.status is None or self.status.is_final or not took_s:

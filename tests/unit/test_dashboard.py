@@ -340,7 +340,7 @@ def state_with(
     history = History()
     if learner is not None:
         for step in (1, 2, 3):
-            history.add({"step": step, "idle/learner": learner, "staleness/in_queue": queued})
+            history.add({"step": step, "time": 1.0, "idle/learner": learner, "staleness/in_queue": queued})
     members = tuple(
         MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={})
         for index in range(count)
@@ -408,10 +408,10 @@ def test_the_bottleneck_is_who_never_waits_and_the_cure_has_a_number(state: RunV
 def test_the_learners_idle_share_is_that_of_its_last_steps_by_their_time() -> None:
     history = History()
     for step in range(1, 31):
-        history.add({"step": step, "idle/learner": 1.0, "time/step": 500.0})  # long ago
+        history.add({"step": step, "time": 1.0, "idle/learner": 1.0, "time/step": 500.0})  # long ago
     for step in range(31, 50):
-        history.add({"step": step, "idle/learner": 0.0, "time/step": 1.0})
-    history.add({"step": 50, "idle/learner": 0.5, "time/step": 19.0})
+        history.add({"step": step, "time": 2.0, "idle/learner": 0.0, "time/step": 1.0})
+    history.add({"step": 50, "time": 3.0, "idle/learner": 0.5, "time/step": 19.0})
     history.add({"step": 51, "eval/accuracy": 0.5})
     assert RunView(run="a", now=0.0, history=history).idle_learner == pytest.approx(0.25)
 
@@ -764,6 +764,24 @@ def test_the_wait_for_the_start_of_generators_gives_no_advice() -> None:
     run = SyntheticRun.__new__(SyntheticRun)
     run.step, run.total_steps, run.ids, run.started_at = 5, 130, [], 800.0
     assert RunView(run="a", now=0.0, history=history, status=run.status()).idle_learner == 0.0
+
+
+def test_after_a_resume_nothing_is_advised_from_the_steps_before_it() -> None:
+    history = History()
+    for step in range(1, 31):
+        history.add({"step": step, "time": 100.0, "idle/learner": 0.9, "time/step": 1.0})
+    run = SyntheticRun.__new__(SyntheticRun)
+    run.step, run.total_steps, run.ids, run.started_at = 30, 130, [], 800.0
+    doing = {"g0": "starting the engine"}
+    resumed = RunView(run="a", now=801.0, history=history, status=run.status(), doing=doing)
+    assert bottleneck(resumed) == "waiting for the first generator: g0 (starting the engine)"
+    assert resumed.idle_learner is None
+    assert bottleneck(replace(resumed, status=None)).startswith("no step yet")
+    for step in (31, 32):
+        history.add({"step": step, "time": 810.0, "idle/learner": 0.9, "time/step": 1.0})
+    assert bottleneck(resumed).startswith("waiting")
+    history.add({"step": 33, "time": 811.0, "idle/learner": 0.9, "time/step": 1.0})
+    assert bottleneck(resumed).startswith("learner waits 90%")
 
 
 def test_the_time_left_is_that_of_this_start_without_its_slowest_step() -> None:
