@@ -132,16 +132,16 @@ def step_line(state: RunView, step: int) -> str:
 
 @contextmanager
 def viewer(
-    directory: Path, console: Console, *, lines: bool, since: float | None = None
+    directory: Path, console: Console, *, lines: bool, since: float | None = None, own: str = "supervisor"
 ) -> Iterator[Callable[[], None]]:
     """Yield a function that shows news as lines or as the dashboard.
 
-    It may be called at any rate. `since` is the start of a run that this process has just started.
+    It may be called at any rate. `since` is the start of a run that this process, logging as `own`, started.
     """
     write = partial(console.out, highlight=False)
     view = PlainReporter(write, past=0 if since else RECENT_STEPS) if lines else Dashboard(console)
-    # With lines, the supervisor of a run that this process starts logs to the console itself.
-    reader = RunReader(directory, since=since, without="supervisor" if lines and since else "")
+    # With lines, a process that starts a run logs to the console itself.
+    reader = RunReader(directory, since=since, without=own if lines and since else "")
     shown_at_s = -INTERVAL_S
 
     def show() -> None:

@@ -26,7 +26,7 @@ from asyncrl.telemetry import jsonl
 from asyncrl.telemetry.advice import bottleneck, waiting_for
 from asyncrl.telemetry.dashboard import curve, render, sample_lines
 from asyncrl.telemetry.history import History
-from asyncrl.telemetry.live import PlainReporter, step_line, watch
+from asyncrl.telemetry.live import PlainReporter, step_line, viewer, watch
 from asyncrl.telemetry.state import NEWEST_BYTES, RECENT_ROWS, RECENT_STEPS, RunReader, RunView, read_state
 from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 from asyncrl.telemetry.text import data_size, duration, number, share, visible
@@ -672,6 +672,17 @@ def test_without_a_terminal_warnings_of_every_process_are_told_once(tmp_path: Pa
         "! learner: ended by an error: ValueError: bad",
         "! g1: found no reward",
     ]
+
+
+def test_without_a_terminal_a_run_on_hosts_shows_the_warnings_of_its_supervisor(tmp_path: Path) -> None:
+    run, console = run_with(tmp_path, steps=1), Console(file=io.StringIO(), width=100)
+    with viewer(run.directory, console, lines=True, since=time.time() - 1, own="driver") as show:
+        log_line(run.directory, "supervisor", "warning", "learner hangs and is killed", time.time())
+        log_line(run.directory, "driver", "warning", "is on the console already", time.time())
+        show()
+    assert isinstance(console.file, io.StringIO)
+    found = [line for line in console.file.getvalue().split("\n") if line.startswith("!")]
+    assert found == ["! supervisor: learner hangs and is killed"]
 
 
 def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Path) -> None:
