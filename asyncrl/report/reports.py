@@ -124,7 +124,8 @@ class Reporting:
         if self.pairs is not None:
             with self.guard("pairs"):
                 self.pairs.write(step)
-        self.log({**metrics, **counters, "telemetry/failed": self.guard.failures.total()}, step=step.version)
+        failed = self.guard.failures.total() + self.trackers.failed
+        self.log({**metrics, **counters, "telemetry/failed": failed}, step=step.version)
 
     def evaluation(self, results: Sequence[EvalResult]) -> None:
         """Report rounds that have become complete, and write all of their samples."""

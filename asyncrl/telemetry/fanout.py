@@ -39,6 +39,11 @@ class Trackers:
         self._trackers.append(kept := _Kept(lambda: tracker))
         kept.call("open", lambda tracker: None)
 
+    @property
+    def failed(self) -> int:
+        """Number of calls of trackers that have failed."""
+        return sum(kept.may_fail.failures.total() for kept in self._trackers)
+
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log to all trackers, with the alarms. They get any name as text, and NaN for what is no number."""
         names = {str(name).encode(errors="backslashreplace").decode(): name for name in metrics}
@@ -76,7 +81,7 @@ class _Kept:
     def __init__(self, opener: Callable[[], Tracker]) -> None:
         self._opener = opener
         self._tracker: Tracker | None = None
-        self._may_fail = BestEffort()
+        self.may_fail = BestEffort()
         self._failures, self._again_at_s = Counter[str](), 0.0  # failures in a row, by call
 
     def call(self, what: str, call: Callable[[Tracker], None]) -> None:
@@ -85,7 +90,7 @@ class _Kept:
             return
         what = what if self._tracker else "open"
         self._failures[what] += 1  # unless it succeeds
-        with self._may_fail(f"{what} of {self._name}"):
+        with self.may_fail(f"{what} of {self._name}"):
             self._tracker = self._tracker or self._opener()
             call(self._tracker)
             self._failures[what] = 0
@@ -95,7 +100,7 @@ class _Kept:
     def close(self) -> None:
         """Close the tracker and log its failure. Never raises."""
         if self._tracker:
-            with self._may_fail(f"close of {self._name}"):
+            with self.may_fail(f"close of {self._name}"):
                 self._tracker.close()
 
     @property
