@@ -169,10 +169,8 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
     exporter = open_exporter(config, "learner", directory.target("learner"))
     values = config.model_dump(mode="json")
     trackers = open_trackers(
-        config.telemetry, config.run.name, directory.path, values, key_id=key_id, step=step
+        config.telemetry, config.run.name, directory.path, values, key_id=key_id, step=step, also=exporter
     )
-    if exporter:
-        trackers.add(exporter)
     pairs = None
     if config.telemetry.pairs:
         source = PromptSource.of(config)

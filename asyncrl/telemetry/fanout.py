@@ -27,17 +27,12 @@ MOST_TOLD = 100  # metrics of which the log says that they are no numbers
 class Trackers:
     """Passes every call to every tracker. A tracker that fails is skipped for a while, then tried again."""
 
-    def __init__(self, openers: Iterable[Callable[[], Tracker]]) -> None:
-        """Open each tracker. Alarms watch the metrics that are logged by step."""
+    def __init__(self, openers: Iterable[Callable[[], Tracker]], also: Tracker | None = None) -> None:
+        """Open each tracker but `also`, which is open. Alarms watch the metrics that are logged by step."""
         self._alarms = Alarms()
         self._told: set[str] = set()  # names of metrics whose value was no number
-        self._trackers = [_Kept(opener) for opener in openers]
+        self._trackers = [_Kept(opener) for opener in (*openers, *([lambda: also] if also else []))]
         self._each("open", lambda tracker: None)
-
-    def add(self, tracker: Tracker) -> None:
-        """Add a tracker that is open already."""
-        self._trackers.append(kept := _Kept(lambda: tracker))
-        kept.call("open", lambda tracker: None)
 
     @property
     def failed(self) -> int:
@@ -116,8 +111,9 @@ def open_trackers(
     *,
     key_id: str,
     step: int = 0,
+    also: Tracker | None = None,
 ) -> Trackers:
-    """Open the learner's trackers: JSONL always; others, with their libraries, if the config asks for them.
+    """Open the learner's trackers: JSONL, `also`, and with their libraries those that the config wants.
 
     They are of the run in `directory`, and show the `values` of its whole config. `key_id` is the id of its
     key: a fresh run of the same name has another, so it keeps the old curves. Steps after `step`, which an
@@ -130,4 +126,4 @@ def open_trackers(
         openers.append(partial(opener, run_id=f"{run}-{key_id}", directory=directory, config=values))
     if config.tensorboard:
         openers.append(partial(TensorBoardTracker, directory / "tensorboard", config=values, step=step))
-    return Trackers(openers)
+    return Trackers(openers, also)
