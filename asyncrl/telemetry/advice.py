@@ -73,8 +73,8 @@ def bottleneck(state: RunView) -> str:
         count = len(state.members)
         needed = _needed(count, idle, learner)
         fewer = f"{needed} of {count} would do, or " if needed < count else ""
-        cure = "raise learner.threads" if _free_cores(state) == 0 else "add learner.ranks"
-        return f"generators wait {idle:.0%} of the time: {fewer}{cure}"
+        cure = "raise learner.threads" if _free_cores(state) == 0 else "add learner.ranks in a new run"
+        return f"generators wait {idle:.0%}: {fewer}{cure}"
     queued = state.history.latest("staleness/in_queue") or 0.0
     # At max_lag 0 generators and learner would take turns.
     lower = min(int(queued), state.status.max_lag - 1 if state.status else 0)
@@ -104,5 +104,7 @@ def _more(state: RunView, idle: float, learner: float) -> str:
     missing = max(1, _needed(count, idle, learner) - count)
     missing = missing if free is None else min(missing, free)
     if missing > MOST_TIMES * count:
-        return f"far too few; begin with generators=+{MOST_TIMES * count}"
-    return f"add {missing} generator{'s' * (missing > 1)} (asyncrl scale generators=+{missing})"
+        return f"far too few; begin with {MOST_TIMES * count} more"
+    # A run has all GPUs of a host by default, and `asyncrl scale` is refused where none is free.
+    how = "on more GPUs or hosts" if free is None else f"asyncrl scale generators=+{missing}"
+    return f"add {missing} generator{'s' * (missing > 1)} ({how})"

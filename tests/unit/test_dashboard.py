@@ -58,7 +58,7 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
         "1.31  max 4 of 6", "0.91 in flight + 0.4 in queue", "masked 0.2%", "1,208 tok/s", "1,380 tok/s", "5.12 s/step",
         "lrn 12%  gen 40%  stall 3.0%", "k3 0.0011  ess 0.98", "probe 0.013  1.3 GB/s", "0.0213 TFLOP/s", "entropy 1.21  grad 0.314", "cut 3.1%",
         "3,308 = 64 leased + 12 ready + 32 taken + 3,200 done  0 missing", "zero_variance 300", "lease_expired 3", "died 1",
-        "updates_failed 2", "generators wait 40% of the time: 3 of 4 would do, or add learner.ranks", "reward/mean",
+        "updates_failed 2", "generators wait 40%: 3 of 4 would do, or add learner.ranks in a new run", "reward/mean",
         "eval/reward_mean",
         "g0           sampling             v100      0      302      64", "g3", "exact_match", "v97-99",
         "How many apples does Tom have?",
@@ -366,21 +366,21 @@ def state_with(
         # 2 busy generators make 39 % of what the learner could take: 2 * 0.98 / 0.39 = 5.03
         (
             state_with(0.61, 0.02, count=2),
-            "learner waits 61% of the time: add 4 generators (asyncrl scale generators=+4)",
+            "learner waits 61% of the time: add 4 generators (on more GPUs or hosts)",
         ),
-        (state_with(0.5, 0.0, count=4), "add 4 generators (asyncrl scale generators=+4)"),  # 4 / 0.5
+        (state_with(0.5, 0.0, count=4), "add 4 generators (on more GPUs or hosts)"),  # 4 / 0.5
         # 4 * 0.75 / 0.6 = 5.
-        (state_with(0.4, 0.25, count=4), "add 1 generator (asyncrl scale generators=+1)"),
-        (state_with(0.95, 0.0, count=2), "far too few; begin with generators=+6"),  # 40
-        (state_with(1.0, 0.0, count=64), "begin with generators=+192"),
+        (state_with(0.4, 0.25, count=4), "add 1 generator (on more GPUs or hosts)"),
+        (state_with(0.95, 0.0, count=2), "far too few; begin with 6 more"),  # 40
+        (state_with(1.0, 0.0, count=64), "begin with 192 more"),
         (state_with(0.9, None), "add generators"),
         # the learner is always busy: half of 8 would do
         (
             state_with(0.0, 0.5, count=8),
-            "generators wait 50% of the time: 4 of 8 would do, or add learner.ranks",
+            "generators wait 50%: 4 of 8 would do, or add learner.ranks in a new run",
         ),
         (state_with(0.05, 0.55, count=2), "1 of 2 would do"),  # 2 * 0.45 / 0.95 = 0.95
-        (state_with(0.0, 0.4, count=1), "generators wait 40% of the time: add learner.ranks"),
+        (state_with(0.0, 0.4, count=1), "generators wait 40%: add learner.ranks in a new run"),
         (
             state_with(0.5, 0.5, count=2),
             "learner waits 50%, generators 50%: raise staleness.max_lag or window_groups",
@@ -744,9 +744,10 @@ def test_a_learner_that_computes_waits_for_no_groups(tmp_path: Path) -> None:
     [
         (0.5, 0.0, 3, "learner waits 50% of the time: no core is free; raise generator.threads"),
         (0.5, 0.0, 4, "add 1 generator (asyncrl scale generators=+1)"),
-        (0.5, 0.0, None, "add 2 generators"),
+        (0.5, 0.0, 8, "add 2 generators (asyncrl scale generators=+2)"),
+        (0.5, 0.0, None, "add 2 generators (on more GPUs or hosts)"),
         (0.0, 1.0, 3, "1 of 2 would do, or raise learner.threads"),
-        (0.0, 0.4, 3, "generators wait 40% of the time: raise learner.threads"),
+        (0.0, 0.4, 3, "generators wait 40%: raise learner.threads"),
         (0.0, 0.4, 4, "add learner.ranks"),
     ],
 )
