@@ -79,9 +79,10 @@ class PlainReporter:
                 self._shown_at[shape] = state.now
                 self._say(f"! {visible(str(note))}", state.now)
         self._notes = state.notes
-        quiet_s, waiting = state.now - self._said_at, waiting_for(state)
-        if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not self._shown else LONG_QUIET_S):
-            self._waiting = waiting
+        quiet_s, waiting = state.now - self._said_at, waiting_for(state) or ""
+        shape = re.sub(r"\d+", "#", waiting)
+        if waiting and quiet_s >= (QUIET_S if shape != self._waiting or not self._shown else LONG_QUIET_S):
+            self._waiting = shape
             elapsed = f"{duration(state.elapsed_s)}  " if state.elapsed_s is not None else ""
             self._say(elapsed + waiting, state.now)
 

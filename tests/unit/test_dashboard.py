@@ -708,6 +708,20 @@ def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Pa
     ]
 
 
+def test_without_a_terminal_a_long_step_is_told_each_minute(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=4)
+    state = read_state(run.directory)
+    assert state.status
+    for row in state.history.rows.values():
+        row["time"] = state.now - 3.0
+    state = replace(state, status=replace(state.status, doing="train", started_at=state.now - 90.0))
+    written: list[str] = []
+    reporter = PlainReporter(written.append, past=0)
+    for second in range(200):
+        reporter.show(replace(state, now=state.now + second))
+    assert 3 <= len(written) <= 5 and all("training on step 5 for" in line for line in written)
+
+
 def test_what_is_waited_for_follows_from_the_state(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=4, generators=2)
     state = read_state(run.directory)
