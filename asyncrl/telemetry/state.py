@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from asyncrl.control.base import MemberStatus
@@ -149,7 +150,7 @@ class RunView:
         took_s = sorted(pairs)[:-1]
         if self.status is None or self.status.is_final or not took_s:
             return None
-        row_s, step_s = (sum(values) / len(values) for values in zip(*took_s, strict=True))
+        row_s, step_s = map(fmean, zip(*took_s, strict=True))
         if row_s <= 0 or self.now - rows[-1]["time"] > max(STUCK_S, STUCK_STEPS * row_s):
             return None
         # A stage writes a row after several steps (`trl.logging_steps`), with the mean time of one.
