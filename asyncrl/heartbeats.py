@@ -1,7 +1,9 @@
 """A generator's reports: progress to its supervisor, heartbeats to the learner, metrics to trackers."""
 
 import asyncio
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +17,7 @@ from asyncrl.telemetry.base import Tracker
 
 PROGRESS_S = 1.0
 LOG_S = 5.0
+RATE_S = 60.0  # tokens count when their group ends, so a shorter rate is mostly 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,11 +45,13 @@ class Heartbeats:
 
     async def run(self, hello: Hello) -> None:
         """Send a heartbeat every `every_s`, and log its metrics every `LOG_S`."""
-        tokens_before, at_s, logged_at_s = 0, time.monotonic(), 0.0
+        marks = deque([(time.monotonic(), 0)], maxlen=math.ceil(RATE_S / self.every_s))
+        logged_at_s = 0.0
         while True:
             now_s = time.monotonic()
+            at_s, tokens_before = marks[0]
             metrics = self._metrics(tokens_before, max(now_s - at_s, 1e-6))
-            tokens_before, at_s = int(metrics["sampled_tokens"]), now_s
+            marks.append((now_s, int(metrics["sampled_tokens"])))
             heartbeat = Heartbeat(
                 generator_id=hello.generator_id,
                 incarnation=hello.incarnation,

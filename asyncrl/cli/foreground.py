@@ -64,7 +64,7 @@ def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[
             typer.echo(line)
         return 0
     with started_on_hosts(config, fresh=fresh, console=lines) as run:
-        return _watched(run, directory, lines=lines)
+        return _watched(run, directory, lines=lines, own="driver")
 
 
 def stage_here(config: StageConfig, *, fresh: bool, plain: bool) -> int:
@@ -91,12 +91,12 @@ class _Screen(Console):
             super().on_broken_pipe()
 
 
-def _watched(run: StartedRun, directory: RunDirectory, *, lines: bool) -> int:
+def _watched(run: StartedRun, directory: RunDirectory, *, lines: bool, own: str = "supervisor") -> int:
     """Show a run until its end or a stop, then its result, and return the exit status."""
     may_fail, screen = BestEffort(), _Screen()
     for line in run.how_to_join:
         screen.out(line, highlight=False)
-    view = viewer(directory.path, screen, lines=lines, since=time.time())
+    view = viewer(directory.path, screen, lines=lines, since=time.time(), own=own)
     with view as show, stop_on_signals(run.supervisor) as stopped:
 
         def on_tick() -> None:

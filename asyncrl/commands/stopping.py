@@ -91,7 +91,8 @@ def what_is_saved(directory: RunDirectory) -> str:
         return f"nothing is saved: {steps(lost)} lost" if lost else ""
     where = directory.saved_steps()[saved]
     text = f"step {saved} is saved in {where}" + (f", {steps(lost)} after it lost" if lost > 0 else "")
-    return text + ("" if (where / EXPORT).is_dir() else f"; its {EXPORT}/ is missing until the run goes on")
+    is_whole = (where / EXPORT).is_dir() or where.parent == directory.trl_checkpoints  # TRL's is a model
+    return text + ("" if is_whole else f"; its {EXPORT}/ is missing until the run goes on")
 
 
 def steps(count: int) -> str:

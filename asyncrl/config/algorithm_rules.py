@@ -70,7 +70,7 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
             yield broken(f"algorithm.correction {proximal}", f"{text}recompute")
         if loss in WITHOUT_RATIO and ages:
             text = f"{proximal} is behaviour and policy_loss `{loss}` has no ratio: nothing corrects tokens "
-            text += f"that are up to {lag} steps old (staleness.max_lag); set proximal: recompute with a "
+            text += f"of older policies (staleness.max_lag is {lag}); set proximal: recompute with a "
             text += "correction, policy_loss: truncated_reinforce, or max_lag: 0"
             yield broken(f"{proximal} algorithm.policy_loss staleness.max_lag", text)
         if algorithm.rejections:
@@ -80,7 +80,7 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
     elif correction == "none" and ages and not _is_own(algorithm.policy_loss):
         keys = f"algorithm.correction {proximal} algorithm.policy_loss staleness.max_lag"
         text = f"algorithm.correction is none, but {proximal} is {algorithm.proximal}, whose loss leaves the "
-        text += f"age of tokens (up to {lag} steps: staleness.max_lag) to the correction; set correction: "
+        text += f"age of tokens (staleness.max_lag is {lag}) to the correction; set correction: "
         text += "truncate, or proximal: behaviour with a loss that has a ratio, or max_lag: 0"
         yield broken(keys, text)
     for choice in algorithm.rejections:

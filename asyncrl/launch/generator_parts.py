@@ -39,9 +39,7 @@ def open_generator(
 ) -> Generator:
     """Open the lanes, the trackers and the weights' place; `stack` ends them."""
     exporter = open_exporter(config, generator_id, directory.target(generator_id))
-    tracker = Trackers([partial(JsonlTracker, directory.metrics / f"{generator_id}.jsonl")])
-    if exporter:
-        tracker.add(exporter)
+    tracker = Trackers([partial(JsonlTracker, directory.metrics / f"{generator_id}.jsonl")], exporter)
     stack.callback(tracker.close)
     slots = [one.environment.episodes_per_slot for one in config.tasks.values() if one.environment.is_used]
     staging = HostStaging(directory.weights)

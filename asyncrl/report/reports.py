@@ -124,7 +124,8 @@ class Reporting:
         if self.pairs is not None:
             with self.guard("pairs"):
                 self.pairs.write(step)
-        self.log({**metrics, **counters, "telemetry/failed": self.guard.failures.total()}, step=step.version)
+        failed = self.guard.failures.total() + self.trackers.failed
+        self.log({**metrics, **counters, "telemetry/failed": failed}, step=step.version)
 
     def evaluation(self, results: Sequence[EvalResult], alive: Callable[[], object] = beat) -> None:
         """Report complete rounds and write all of their samples; call `alive` often in the meantime."""
@@ -168,10 +169,8 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
     exporter = open_exporter(config, "learner", directory.target("learner"))
     values = config.model_dump(mode="json")
     trackers = open_trackers(
-        config.telemetry, config.run.name, directory.path, values, key_id=key_id, step=step
+        config.telemetry, config.run.name, directory.path, values, key_id=key_id, step=step, also=exporter
     )
-    if exporter:
-        trackers.add(exporter)
     pairs = None
     if config.telemetry.pairs:
         source = PromptSource.of(config)

@@ -15,7 +15,7 @@ PAUSED = 0.15  # the same for the time that generators pause for weight updates
 BUSY = 0.1  # a learner that waits less than this finds groups in the queue
 QUEUED_STEPS = 1.0  # steps by which groups age in the queue before it is worth advice
 MOST_TIMES = 3  # advise at most this many times the current generators: rates change with their number
-FIRST_STEPS = 3  # trained steps before there is advice
+FIRST_STEPS = 3  # steps since the start before there is advice
 WAITS = ("", "wait_groups")  # what a learner does, in its status, while it waits for groups
 
 
@@ -38,6 +38,8 @@ def waiting_for(state: RunView) -> str | None:
         return f"no generator has complete weights ({names}): each update failed, the log says why"
     if state.is_stage or status.doing not in WAITS:
         begun_at = max((row.get("time", 0.0) for row in state.recent("time/step")), default=0.0)
+        if state.is_stage and status.state == "training":  # it has a row after several steps only
+            begun_at = status.updated_at
         since = f" for {duration(state.now - begun_at)}" if begun_at >= status.started_at else ""
         return f"training on step {state.step + 1}{since} (now: {status.doing.replace('_', ' ')})"
     audit = status.audit
@@ -54,7 +56,7 @@ def _doing(state: RunView, process: str) -> str:
 def bottleneck(state: RunView) -> str:
     """Return advice in one sentence, from the idle shares: the bottleneck is the side that never waits."""
     learner, paused = state.idle_learner, state.paused_generators
-    if learner is None or len(state.recent("idle/learner")) < FIRST_STEPS:
+    if state.status is None or learner is None or len(state.of_start("idle/learner")) < FIRST_STEPS:
         return waiting_for(state) or "no step was made"
     if state.members and all(member.state == "dirty" for member in state.members):
         return waiting_for(state) or ""
@@ -71,8 +73,8 @@ def bottleneck(state: RunView) -> str:
         count = len(state.members)
         needed = _needed(count, idle, learner)
         fewer = f"{needed} of {count} would do, or " if needed < count else ""
-        cure = "raise learner.threads" if _free_cores(state) == 0 else "add learner.ranks"
-        return f"generators wait {idle:.0%} of the time: {fewer}{cure}"
+        cure = "raise learner.threads" if _free_cores(state) == 0 else "add learner.ranks in a new run"
+        return f"generators wait {idle:.0%}: {fewer}{cure}"
     queued = state.history.latest("staleness/in_queue") or 0.0
     # At max_lag 0 generators and learner would take turns.
     lower = min(int(queued), state.status.max_lag - 1 if state.status else 0)
@@ -102,5 +104,7 @@ def _more(state: RunView, idle: float, learner: float) -> str:
     missing = max(1, _needed(count, idle, learner) - count)
     missing = missing if free is None else min(missing, free)
     if missing > MOST_TIMES * count:
-        return f"far too few; begin with generators=+{MOST_TIMES * count}"
-    return f"add {missing} generator{'s' * (missing > 1)} (asyncrl scale generators=+{missing})"
+        return f"far too few; begin with {MOST_TIMES * count} more"
+    # A run has all GPUs of a host by default, and `asyncrl scale` is refused where none is free.
+    how = "on more GPUs or hosts" if free is None else f"asyncrl scale generators=+{missing}"
+    return f"add {missing} generator{'s' * (missing > 1)} ({how})"

@@ -36,8 +36,7 @@ def render(state: RunView, width: int, height: int | None = None) -> Group:
     width = max(width, NARROWEST)
     figures = [_header(state, width), _advice(state, width), *_alarms(state, width)]
     if state.is_stage:
-        lines = [*figures, *_of_stage(state, width)]
-        return Group(*(lines[:height] if height else lines))
+        return Group(*[*figures, *_of_stage(state, width)][:height])
     figures += [
         *_figures(state, width),
         *_episodes(state, width),
@@ -51,7 +50,7 @@ def render(state: RunView, width: int, height: int | None = None) -> Group:
     generators = _generators(state, width, max(3, min(14, left - kept_for_samples)))
     left -= len(generators)
     lines = [*figures, *curve_lines, *generators, *_samples(state, width, left)]
-    return Group(*(lines[:height] if height else lines))
+    return Group(*lines[:height])
 
 
 def _header(state: RunView, width: int) -> Text:
@@ -72,8 +71,7 @@ def _header(state: RunView, width: int) -> Text:
 
 def _advice(state: RunView, width: int) -> Text:
     if state.silent_s > SILENT_S:
-        name = "stage" if state.is_stage else "learner"
-        silent = f"! the {name} has been silent for {duration(state.silent_s)}; see logs/{name}.jsonl"
+        silent = f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl"
         line = Text(silent, "bold red")
     elif state.status and state.status.message:
         line = Text(visible(state.status.message), "bold")

@@ -23,6 +23,7 @@ from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.hosting.route import address_towards
 from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.history import LATER
 from asyncrl.telemetry.status import PLACES, StatusSnapshot
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ GENERATOR_PREFIX = "asyncrl_generator_"
 # Of one rank of the learner, or the share of a distribution at one value, as in `trackers.BIN`.
 PART = re.compile(r"(?P<name>.+)/(rank(?P<rank>[0-9]+)|(?P<bin>[0-9]{1,2}))")
 MOST_PORT = 65535
-KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last value stays
 PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes when a generator makes progress
 
 
@@ -87,7 +87,7 @@ class Exporter(Collector):
         if step is None:
             self._moved(*(metrics.get(name) for name in PROGRESS))
         is_whole = step is None or "time/step" in metrics
-        old = {name: value for name, value in self._values.items() if not is_whole or name.startswith(KEPT)}
+        old = {name: value for name, value in self._values.items() if not is_whole or name.startswith(LATER)}
         self._values = old | dict(metrics)
 
     def samples(self, records: Sequence[SampleRecord]) -> None:

@@ -27,17 +27,17 @@ MOST_TOLD = 100  # metrics of which the log says that they are no numbers
 class Trackers:
     """Passes every call to every tracker. A tracker that fails is skipped for a while, then tried again."""
 
-    def __init__(self, openers: Iterable[Callable[[], Tracker]]) -> None:
-        """Open each tracker. Alarms watch the metrics that are logged by step."""
+    def __init__(self, openers: Iterable[Callable[[], Tracker]], also: Tracker | None = None) -> None:
+        """Open each tracker but `also`, which is open. Alarms watch the metrics that are logged by step."""
         self._alarms = Alarms()
         self._told: set[str] = set()  # names of metrics whose value was no number
-        self._trackers = [_Kept(opener) for opener in openers]
+        self._trackers = [_Kept(opener) for opener in (*openers, *([lambda: also] if also else []))]
         self._each("open", lambda tracker: None)
 
-    def add(self, tracker: Tracker) -> None:
-        """Add a tracker that is open already."""
-        self._trackers.append(kept := _Kept(lambda: tracker))
-        kept.call("open", lambda tracker: None)
+    @property
+    def failed(self) -> int:
+        """Number of calls of trackers that have failed."""
+        return sum(kept.may_fail.failures.total() for kept in self._trackers)
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log to all trackers, with the alarms. They get any name as text, and NaN for what is no number."""
@@ -76,7 +76,7 @@ class _Kept:
     def __init__(self, opener: Callable[[], Tracker]) -> None:
         self._opener = opener
         self._tracker: Tracker | None = None
-        self._may_fail = BestEffort()
+        self.may_fail = BestEffort()
         self._failures, self._again_at_s = Counter[str](), 0.0  # failures in a row, by call
 
     def call(self, what: str, call: Callable[[Tracker], None]) -> None:
@@ -85,7 +85,7 @@ class _Kept:
             return
         what = what if self._tracker else "open"
         self._failures[what] += 1  # unless it succeeds
-        with self._may_fail(f"{what} of {self._name}"):
+        with self.may_fail(f"{what} of {self._name}"):
             self._tracker = self._tracker or self._opener()
             call(self._tracker)
             self._failures[what] = 0
@@ -95,7 +95,7 @@ class _Kept:
     def close(self) -> None:
         """Close the tracker and log its failure. Never raises."""
         if self._tracker:
-            with self._may_fail(f"close of {self._name}"):
+            with self.may_fail(f"close of {self._name}"):
                 self._tracker.close()
 
     @property
@@ -111,8 +111,9 @@ def open_trackers(
     *,
     key_id: str,
     step: int = 0,
+    also: Tracker | None = None,
 ) -> Trackers:
-    """Open the learner's trackers: JSONL always; others, with their libraries, if the config asks for them.
+    """Open the learner's trackers: JSONL, `also`, and with their libraries those that the config wants.
 
     They are of the run in `directory`, and show the `values` of its whole config. `key_id` is the id of its
     key: a fresh run of the same name has another, so it keeps the old curves. Steps after `step`, which an
@@ -125,4 +126,4 @@ def open_trackers(
         openers.append(partial(opener, run_id=f"{run}-{key_id}", directory=directory, config=values))
     if config.tensorboard:
         openers.append(partial(TensorBoardTracker, directory / "tensorboard", config=values, step=step))
-    return Trackers(openers)
+    return Trackers(openers, also)

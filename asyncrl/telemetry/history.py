@@ -13,8 +13,8 @@ from asyncrl.telemetry.text import number
 
 REJECTED = "groups/rejected_"
 MISSING = "episodes/missing/"
-# Logged after the step itself, perhaps again. TRL writes its counts also with evaluations, and at the end.
-_LATER = ("eval/", "checkpoint/", "time/checkpoint", "train/epoch", "train/num_input", "train/total_flos")
+# Logged after some steps, perhaps again. TRL writes its counts also with evaluations, and at the end.
+LATER = ("eval/", "checkpoint/", "time/checkpoint", "train/epoch", "train/num_input", "train/total_flos")
 Row = dict[str, float]
 Which = Literal["first", "last", "best"]
 Series = tuple[tuple[int, float], ...]  # (step, value), ascending
@@ -99,7 +99,7 @@ class History:
             return
         values = numbers({name: value for name, value in record.items() if name != "step"})
         self.times += [values["time"]] if "time" in values else []
-        training = {name for name in values if name != "time" and not name.startswith(_LATER)}
+        training = {name for name in values if name != "time" and not name.startswith(LATER)}
         if training & self.rows.get(step, {}).keys():
             first = bisect.bisect_left(self.steps, step)
             for later in self.steps[first:]:

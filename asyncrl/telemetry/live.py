@@ -79,9 +79,10 @@ class PlainReporter:
                 self._shown_at[shape] = state.now
                 self._say(f"! {visible(str(note))}", state.now)
         self._notes = state.notes
-        quiet_s, waiting = state.now - self._said_at, waiting_for(state)
-        if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not self._shown else LONG_QUIET_S):
-            self._waiting = waiting
+        quiet_s, waiting = state.now - self._said_at, waiting_for(state) or ""
+        shape = re.sub(r"\d+", "#", waiting)
+        if waiting and quiet_s >= (QUIET_S if shape != self._waiting or not self._shown else LONG_QUIET_S):
+            self._waiting = shape
             elapsed = f"{duration(state.elapsed_s)}  " if state.elapsed_s is not None else ""
             self._say(elapsed + waiting, state.now)
 
@@ -132,16 +133,16 @@ def step_line(state: RunView, step: int) -> str:
 
 @contextmanager
 def viewer(
-    directory: Path, console: Console, *, lines: bool, since: float | None = None
+    directory: Path, console: Console, *, lines: bool, since: float | None = None, own: str = "supervisor"
 ) -> Iterator[Callable[[], None]]:
     """Yield a function that shows news as lines or as the dashboard.
 
-    It may be called at any rate. `since` is the start of a run that this process has just started.
+    It may be called at any rate. `since` is the start of a run that this process, logging as `own`, started.
     """
     write = partial(console.out, highlight=False)
     view = PlainReporter(write, past=0 if since else RECENT_STEPS) if lines else Dashboard(console)
-    # With lines, the supervisor of a run that this process starts logs to the console itself.
-    reader = RunReader(directory, since=since, without="supervisor" if lines and since else "")
+    # With lines, a process that starts a run logs to the console itself.
+    reader = RunReader(directory, since=since, without=own if lines and since else "")
     shown_at_s = -INTERVAL_S
 
     def show() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from asyncrl.control.base import MemberStatus
@@ -94,16 +95,18 @@ class RunView:
         newest_first = (self.history.rows[step] for step in reversed(self.history.steps))
         return [*islice((row for row in newest_first if name in row), RECENT_STEPS + 1)][::-1]
 
+    def of_start(self, name: str) -> list[Row]:
+        """Return those of `recent` that the learner's process has made: after a resume, none of before."""
+        began_at = self.status.started_at if self.status else 0.0
+        return [row for row in self.recent(name) if row.get("time", -1.0) >= began_at]
+
     @property
     def idle_learner(self) -> float | None:
-        """Share of the time of the last steps in which the learner had nothing to train on.
+        """Share of the time of the last steps since the start in which the learner had nothing to train on.
 
-        The first step since the start is left out: the learner waited for the generators to start.
+        The first step is left out: the learner waited for the generators to start.
         """
-        known = self.recent("idle/learner")
-        began_at = self.status.started_at if self.status else 0.0
-        first = next((row for row in known if row.get("time", began_at) >= began_at), None)
-        rows = [row for row in known if row is not first][-RECENT_STEPS:]
+        rows = self.of_start("idle/learner")[1:]
         shares = [(row["idle/learner"], row.get("time/step", 1.0)) for row in rows]
         total_s = sum(step_s for _, step_s in shares)
         return sum(share * step_s for share, step_s in shares) / total_s if total_s > 0 else None
@@ -131,7 +134,8 @@ class RunView:
     @property
     def silent_s(self) -> float:
         """Seconds since the learner last wrote its status; 0 once the run is over."""
-        if self.status is None or self.status.is_final:
+        # A stage writes its status after a step, which may take minutes.
+        if self.status is None or self.status.is_final or self.is_stage:
             return 0.0
         return max(0.0, self.now - self.status.updated_at)
 
@@ -141,15 +145,16 @@ class RunView:
 
         Steps before a resume do not count, nor does the slowest step: the first ones compile and warm up.
         """
-        times = [row.get("time", -1.0) for row in self.recent("time/step")]
-        recent = [at for at in times if at >= (self.status.started_at if self.status else 0.0)]
-        took_s = sorted(after - before for before, after in pairwise(recent))[:-1]
+        rows = self.of_start("time/step")
+        pairs = ((after["time"] - before["time"], after["time/step"]) for before, after in pairwise(rows))
+        took_s = sorted(pairs)[:-1]
         if self.status is None or self.status.is_final or not took_s:
             return None
-        seconds_per_step = sum(took_s) / len(took_s)
-        if seconds_per_step <= 0 or self.now - recent[-1] > max(STUCK_S, STUCK_STEPS * seconds_per_step):
+        row_s, step_s = map(fmean, zip(*took_s, strict=True))
+        if row_s <= 0 or self.now - rows[-1]["time"] > max(STUCK_S, STUCK_STEPS * row_s):
             return None
-        return max(0, self.status.total_steps - self.step) * seconds_per_step
+        # A stage writes a row after several steps (`trl.logging_steps`), with the mean time of one.
+        return max(0, self.status.total_steps - self.step) * (step_s if self.is_stage else row_s)
 
     @property
     def dropped(self) -> dict[str, int]:

@@ -50,10 +50,12 @@ def test_a_scrape_holds_the_last_step_and_the_status(learner: Exporter) -> None:
         step=1,
     )
     learner.log({"eval/accuracy": 0.75}, step=1)
+    learner.log({"checkpoint/failed": 2.0}, step=1)
     learner.log({"time/step": 3.0, "reward/mean": math.nan, "weights/died": 0.0}, step=2)
     learner.show_status(snapshot(), max_bytes=4096.0)
     found = scrape(learner)
     assert found[("asyncrl_time_step",)] == 3.0 and found[("asyncrl_eval_accuracy",)] == 0.75
+    assert found[("asyncrl_checkpoint_failed",)] == 2.0, "it is logged only when a save fails"
     assert math.isnan(found[("asyncrl_reward_mean",)])
     assert ("asyncrl_groups_rejected_stale",) not in found, "of an earlier step"
     assert found[("asyncrl_weights_died",)] == 1.0, "the status is newer than the step"

@@ -359,13 +359,13 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(**BYPASS), None),
     (
         algorithm(**BYPASS, policy_loss="reinforce"),
-        "has no ratio: nothing corrects tokens that are up to 4 steps old",
+        "has no ratio: nothing corrects tokens of older policies (staleness.max_lag is 4)",
     ),
     (algorithm(**BYPASS, policy_loss="gpg"), "has no ratio"),
     (algorithm(**BYPASS, policy_loss="reinforce") | FRESH, None),
     (algorithm(**BYPASS, policy_loss="truncated_reinforce"), None),
     (algorithm(**BYPASS, policy_loss="mine:f"), None),
-    (algorithm(correction="none"), "leaves the age of tokens (up to 4 steps"),
+    (algorithm(correction="none"), "leaves the age of tokens (staleness.max_lag is 4)"),
     (algorithm(correction="none", policy_loss="reinforce"), "set correction: truncate"),
     (
         algorithm(correction="none", proximal="log_linear") | SEVERAL,

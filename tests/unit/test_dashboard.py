@@ -26,7 +26,7 @@ from asyncrl.telemetry import jsonl
 from asyncrl.telemetry.advice import bottleneck, waiting_for
 from asyncrl.telemetry.dashboard import curve, render, sample_lines
 from asyncrl.telemetry.history import History
-from asyncrl.telemetry.live import PlainReporter, step_line, watch
+from asyncrl.telemetry.live import PlainReporter, step_line, viewer, watch
 from asyncrl.telemetry.state import NEWEST_BYTES, RECENT_ROWS, RECENT_STEPS, RunReader, RunView, read_state
 from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 from asyncrl.telemetry.text import data_size, duration, number, share, visible
@@ -58,7 +58,7 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
         "1.31  max 4 of 6", "0.91 in flight + 0.4 in queue", "masked 0.2%", "1,208 tok/s", "1,380 tok/s", "5.12 s/step",
         "lrn 12%  gen 40%  stall 3.0%", "k3 0.0011  ess 0.98", "probe 0.013  1.3 GB/s", "0.0213 TFLOP/s", "entropy 1.21  grad 0.314", "cut 3.1%",
         "3,308 = 64 leased + 12 ready + 32 taken + 3,200 done  0 missing", "zero_variance 300", "lease_expired 3", "died 1",
-        "updates_failed 2", "generators wait 40% of the time: 3 of 4 would do, or add learner.ranks", "reward/mean",
+        "updates_failed 2", "generators wait 40%: 3 of 4 would do, or add learner.ranks in a new run", "reward/mean",
         "eval/reward_mean",
         "g0           sampling             v100      0      302      64", "g3", "exact_match", "v97-99",
         "How many apples does Tom have?",
@@ -340,7 +340,7 @@ def state_with(
     history = History()
     if learner is not None:
         for step in (1, 2, 3):
-            history.add({"step": step, "idle/learner": learner, "staleness/in_queue": queued})
+            history.add({"step": step, "time": 1.0, "idle/learner": learner, "staleness/in_queue": queued})
     members = tuple(
         MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={})
         for index in range(count)
@@ -366,21 +366,21 @@ def state_with(
         # 2 busy generators make 39 % of what the learner could take: 2 * 0.98 / 0.39 = 5.03
         (
             state_with(0.61, 0.02, count=2),
-            "learner waits 61% of the time: add 4 generators (asyncrl scale generators=+4)",
+            "learner waits 61% of the time: add 4 generators (on more GPUs or hosts)",
         ),
-        (state_with(0.5, 0.0, count=4), "add 4 generators (asyncrl scale generators=+4)"),  # 4 / 0.5
+        (state_with(0.5, 0.0, count=4), "add 4 generators (on more GPUs or hosts)"),  # 4 / 0.5
         # 4 * 0.75 / 0.6 = 5.
-        (state_with(0.4, 0.25, count=4), "add 1 generator (asyncrl scale generators=+1)"),
-        (state_with(0.95, 0.0, count=2), "far too few; begin with generators=+6"),  # 40
-        (state_with(1.0, 0.0, count=64), "begin with generators=+192"),
+        (state_with(0.4, 0.25, count=4), "add 1 generator (on more GPUs or hosts)"),
+        (state_with(0.95, 0.0, count=2), "far too few; begin with 6 more"),  # 40
+        (state_with(1.0, 0.0, count=64), "begin with 192 more"),
         (state_with(0.9, None), "add generators"),
         # the learner is always busy: half of 8 would do
         (
             state_with(0.0, 0.5, count=8),
-            "generators wait 50% of the time: 4 of 8 would do, or add learner.ranks",
+            "generators wait 50%: 4 of 8 would do, or add learner.ranks in a new run",
         ),
         (state_with(0.05, 0.55, count=2), "1 of 2 would do"),  # 2 * 0.45 / 0.95 = 0.95
-        (state_with(0.0, 0.4, count=1), "generators wait 40% of the time: add learner.ranks"),
+        (state_with(0.0, 0.4, count=1), "generators wait 40%: add learner.ranks in a new run"),
         (
             state_with(0.5, 0.5, count=2),
             "learner waits 50%, generators 50%: raise staleness.max_lag or window_groups",
@@ -408,10 +408,10 @@ def test_the_bottleneck_is_who_never_waits_and_the_cure_has_a_number(state: RunV
 def test_the_learners_idle_share_is_that_of_its_last_steps_by_their_time() -> None:
     history = History()
     for step in range(1, 31):
-        history.add({"step": step, "idle/learner": 1.0, "time/step": 500.0})  # long ago
+        history.add({"step": step, "time": 1.0, "idle/learner": 1.0, "time/step": 500.0})  # long ago
     for step in range(31, 50):
-        history.add({"step": step, "idle/learner": 0.0, "time/step": 1.0})
-    history.add({"step": 50, "idle/learner": 0.5, "time/step": 19.0})
+        history.add({"step": step, "time": 2.0, "idle/learner": 0.0, "time/step": 1.0})
+    history.add({"step": 50, "time": 3.0, "idle/learner": 0.5, "time/step": 19.0})
     history.add({"step": 51, "eval/accuracy": 0.5})
     assert RunView(run="a", now=0.0, history=history).idle_learner == pytest.approx(0.25)
 
@@ -674,6 +674,17 @@ def test_without_a_terminal_warnings_of_every_process_are_told_once(tmp_path: Pa
     ]
 
 
+def test_without_a_terminal_a_run_on_hosts_shows_the_warnings_of_its_supervisor(tmp_path: Path) -> None:
+    run, console = run_with(tmp_path, steps=1), Console(file=io.StringIO(), width=100)
+    with viewer(run.directory, console, lines=True, since=time.time() - 1, own="driver") as show:
+        log_line(run.directory, "supervisor", "warning", "learner hangs and is killed", time.time())
+        log_line(run.directory, "driver", "warning", "is on the console already", time.time())
+        show()
+    assert isinstance(console.file, io.StringIO)
+    found = [line for line in console.file.getvalue().split("\n") if line.startswith("!")]
+    assert found == ["! supervisor: learner hangs and is killed"]
+
+
 def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     written: list[str] = []
@@ -695,6 +706,20 @@ def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Pa
     assert written[3:] == [
         f"{duration(now + 36 - now)}  waiting for the first generator: g0 (starting the engine)"
     ]
+
+
+def test_without_a_terminal_a_long_step_is_told_each_minute(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=4)
+    state = read_state(run.directory)
+    assert state.status
+    for row in state.history.rows.values():
+        row["time"] = state.now - 3.0
+    state = replace(state, status=replace(state.status, doing="train", started_at=state.now - 90.0))
+    written: list[str] = []
+    reporter = PlainReporter(written.append, past=0)
+    for second in range(200):
+        reporter.show(replace(state, now=state.now + second))
+    assert 3 <= len(written) <= 5 and all("training on step 5 for" in line for line in written)
 
 
 def test_what_is_waited_for_follows_from_the_state(tmp_path: Path) -> None:
@@ -733,9 +758,10 @@ def test_a_learner_that_computes_waits_for_no_groups(tmp_path: Path) -> None:
     [
         (0.5, 0.0, 3, "learner waits 50% of the time: no core is free; raise generator.threads"),
         (0.5, 0.0, 4, "add 1 generator (asyncrl scale generators=+1)"),
-        (0.5, 0.0, None, "add 2 generators"),
+        (0.5, 0.0, 8, "add 2 generators (asyncrl scale generators=+2)"),
+        (0.5, 0.0, None, "add 2 generators (on more GPUs or hosts)"),
         (0.0, 1.0, 3, "1 of 2 would do, or raise learner.threads"),
-        (0.0, 0.4, 3, "generators wait 40% of the time: raise learner.threads"),
+        (0.0, 0.4, 3, "generators wait 40%: raise learner.threads"),
         (0.0, 0.4, 4, "add learner.ranks"),
     ],
 )
@@ -766,6 +792,24 @@ def test_the_wait_for_the_start_of_generators_gives_no_advice() -> None:
     assert RunView(run="a", now=0.0, history=history, status=run.status()).idle_learner == 0.0
 
 
+def test_after_a_resume_nothing_is_advised_from_the_steps_before_it() -> None:
+    history = History()
+    for step in range(1, 31):
+        history.add({"step": step, "time": 100.0, "idle/learner": 0.9, "time/step": 1.0})
+    run = SyntheticRun.__new__(SyntheticRun)
+    run.step, run.total_steps, run.ids, run.started_at = 30, 130, [], 800.0
+    doing = {"g0": "starting the engine"}
+    resumed = RunView(run="a", now=801.0, history=history, status=run.status(), doing=doing)
+    assert bottleneck(resumed) == "waiting for the first generator: g0 (starting the engine)"
+    assert resumed.idle_learner is None
+    assert bottleneck(replace(resumed, status=None)).startswith("no step yet")
+    for step in (31, 32):
+        history.add({"step": step, "time": 810.0, "idle/learner": 0.9, "time/step": 1.0})
+    assert bottleneck(resumed).startswith("waiting")
+    history.add({"step": 33, "time": 811.0, "idle/learner": 0.9, "time/step": 1.0})
+    assert bottleneck(resumed).startswith("learner waits 90%")
+
+
 def test_the_time_left_is_that_of_this_start_without_its_slowest_step() -> None:
     history = History()
     for step, at in enumerate((100.0, 110.0, 5000.0, 5060.0, 5061.0, 5062.0), start=1):
@@ -776,6 +820,32 @@ def test_the_time_left_is_that_of_this_start_without_its_slowest_step() -> None:
     assert state.eta_s == pytest.approx(10.0)
     assert state.status
     assert replace(state, status=replace(state.status, started_at=5061.0)).eta_s is None, "one interval"
+
+
+def stage_status(now: float, **changes: Any) -> StatusSnapshot:
+    status = StatusSnapshot(
+        run="sft", state="training", step=40, total_steps=140, version=0, started_at=0.0, updated_at=now, pid=0,
+        ranks=1, doing="train",
+    )  # fmt: skip
+    return replace(status, **changes)
+
+
+@pytest.mark.parametrize("each", [1, 10])
+def test_the_time_left_of_a_stage_counts_steps_where_it_logs_only_some(each: int) -> None:
+    history = History()
+    for step in range(each, 40 + 1, each):
+        history.add({"step": step, "time": 1.0 * step, "train/loss": 0.5, "time/step": 1.0})
+    state = RunView(run="a", now=41.0, history=history, status=stage_status(41.0))
+    assert state.eta_s == pytest.approx(100.0)
+
+
+def test_a_stage_in_a_long_step_is_not_called_silent() -> None:
+    history = History()
+    history.add({"step": 40, "time": 1000.0, "train/loss": 0.5, "time/step": 60.0})
+    state = RunView(run="a", now=1340.0, history=history, status=stage_status(1300.0, step=45))
+    assert picture(state, 80, 24)[1] == f"> training on step 46 for {duration(40.0)} (now: train)"
+    loads = stage_status(1300.0, step=0, state="starting", started_at=1300.0, doing="load the model")
+    assert picture(replace(state, status=loads), 80, 24)[1] == "> training on step 1 (now: load the model)"
 
 
 def test_the_time_left_is_not_told_while_nothing_gets_on(tmp_path: Path) -> None:

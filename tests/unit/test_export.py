@@ -59,8 +59,9 @@ def test_figures_are_those_of_the_checkpoint_not_of_the_end_of_the_run(tmp_path:
 
 def test_the_card_says_how_the_run_sampled_and_with_what_optimizer(tmp_path: Path) -> None:
     chosen = {"sampling": {"temperature": 0.5, "top_k": 20}, "learner": {"optimizer": {"kind": "muon"}}}
-    data = {"data": {"train": "openai/gsm8k@abc123"}}
+    data = {"data": {"train": "openai/gsm8k@abc123"}, "staleness": {"max_lag": 2}}
     card = card_of(run_with(tmp_path, CONFIG | chosen | data))
+    assert "off-policy: sampling ran at most `2` steps ahead\n" in card, "a token may be older than that"
     assert "sampled at temperature `0.5`\n" in card and "optimizer: `muon`, learning rate" in card
     assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["openai/gsm8k"]
 

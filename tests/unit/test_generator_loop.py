@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from asyncrl.buffer.base import BufferRules, Lease, PutOutcome
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
-from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.base import EngineStats, SamplingSpec
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import ConfigError, EngineError, RewardError, StoreError, TransferError, WireError
@@ -976,3 +977,25 @@ def test_it_gets_on_only_while_its_engine_does(monkeypatch):
 
     world.run(script)
     assert beats[-1] == "leave"
+
+
+def test_its_speed_is_that_of_a_minute_and_not_of_the_group_that_has_just_ended():
+    world, beats = World(), list[Heartbeat]()
+
+    async def script() -> None:
+        began_s = time.monotonic()
+
+        def stats() -> EngineStats:  # a group of 6,000 tokens ends every six seconds
+            groups = int((time.monotonic() - began_s + 1e-3) // 6)
+            return EngineStats(sampled_tokens=6000 * groups, running_requests=8, paused_s=0.0)
+
+        heartbeats = world.generator._heartbeats
+        heartbeats.engine, heartbeats.every_s = Mock(stats=stats), 1.0
+        heartbeats.duty.engine, heartbeats.control = heartbeats.engine, Mock(beat=beats.append)
+        task = asyncio.create_task(heartbeats.run(Mock(generator_id="g0", incarnation="1")))
+        await elapse(180.0)
+        assert task.cancel()
+
+    in_virtual_time(script())
+    speeds = [beat.metrics["tokens_per_s"] for beat in beats[60:]]
+    assert len(speeds) >= 119 and speeds == pytest.approx([1000.0] * len(speeds), abs=101.0)

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 from asyncrl.types import Group
 from tests.support.steps import rollout, step
 from tests.support.telemetry_records import snapshot
-from tests.support.waiting import LONG_S, wait_until
+from tests.support.waiting import LONG_S, elapse, in_virtual_time, wait_until
 
 
 class Book:
@@ -98,6 +99,20 @@ def test_a_part_that_fails_is_counted_and_the_others_go_on(part, monkeypatch, tm
         ]
         assert [row for _, row in book.rows[::2]] == expected
     assert book.shown == (0 if part == "samples" else whole.shown)
+
+
+def test_calls_of_a_tracker_that_fail_are_counted(tmp_path):
+    book, broken = Book(), Mock(log=fail)
+    shown = reports(book, tmp_path)
+    shown.trackers = Trackers([lambda: book, lambda: broken])
+
+    async def steps() -> None:
+        for _ in range(3):
+            shown.step(step(rollout(a=1.0)), [], {})
+            await elapse(600.0)  # the pause after a failure
+
+    in_virtual_time(steps())
+    assert [row["telemetry/failed"] for _, row in book.rows] == [0.0, 1.0, 2.0]
 
 
 def test_all_samples_of_an_evaluation_are_in_a_file_and_a_few_in_trackers(tmp_path):

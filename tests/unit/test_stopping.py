@@ -119,6 +119,14 @@ def test_what_is_saved_is_said(tmp_path, trained, saved, text):
         assert "hf/ is missing until the run goes on" in what_is_saved(directory) or step != max(saved)
 
 
+def test_a_checkpoint_of_a_stage_lacks_nothing(tmp_path):
+    directory = run_at(tmp_path, trained=20)
+    saved = directory.trl_checkpoints / "checkpoint-20"
+    saved.mkdir(parents=True)
+    (saved / "MANIFEST.json").write_text("{}")
+    assert what_is_saved(directory) == f"step 20 is saved in {saved}"
+
+
 SLOW_STEP = """
 import signal, sys, threading
 from pathlib import Path

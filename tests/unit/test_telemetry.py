@@ -272,9 +272,8 @@ def test_a_value_that_is_no_number_costs_no_other_value(
     others = {"reward/mean": np.float32(0.5), "half \ud83d": torch.tensor(0.25), b"bytes": 1, "step": 9.0}
     metrics = tmp_path / "metrics" / "learner.jsonl"
     config = TelemetryConfig(tensorboard=True)
-    trackers = open_trackers(config, "a", tmp_path, RESOLVED, key_id="5a17")
     seen = Recorder()
-    trackers.add(seen)
+    trackers = open_trackers(config, "a", tmp_path, RESOLVED, key_id="5a17", also=seen)
     for step in (1, 2):
         trackers.log({"policy/entropy": odd, **others}, step=step)
     trackers.close()
@@ -315,8 +314,8 @@ def test_a_tracker_that_cannot_be_opened_is_opened_later(
 
 
 def test_an_open_tracker_that_was_added_is_closed_also_if_nothing_was_logged() -> None:
-    trackers, added = Trackers([]), Recorder()
-    trackers.add(added)
+    added = Recorder()
+    trackers = Trackers([], added)
     trackers.close()
     assert added.calls == ["close"]
 
