@@ -44,7 +44,8 @@ class Curriculum:
         Args:
             plan: gets the skipped rows of every epoch that is decided.
             solved: reward from which an episode counts as solved.
-            reach: (L + 1) B + A. No id above T + R + reach is issued before the next version is published.
+            reach: of the ids above T + R that are issued before the next version is published, unless the
+                step rejects very many groups.
             window: W. All ids up to T + R - W are consumed.
             state: what `state` returned.
         """
@@ -70,12 +71,13 @@ class Curriculum:
         if group.rollouts:
             self._results[ticket_id] = self.plan.row(ticket_id), verdict(group, self._solved)
 
-    def decide(self, *, consumed: int, unfinished: int) -> dict[str, bytes]:
+    def decide(self, *, consumed: int, unfinished: int, issued: int) -> dict[str, bytes]:
         """Decide every epoch of which a ticket may be issued before the next version.
 
         Args:
             consumed: T + R.
             unfinished: the oldest id that is not consumed.
+            issued: the last id that may be issued already. Undecided epochs that began by then skip nothing.
 
         Returns:
             The skipped rows of each epoch from that of `unfinished` on.
@@ -86,7 +88,7 @@ class Curriculum:
             for ticket in sorted(one for one in self._results if one <= start - self._distance):
                 row, found = self._results.pop(ticket)
                 self._verdicts[row] = found
-            self._skipped[self._decided] = self._verdicts != MIXED
+            self._skipped[self._decided] = (self._verdicts != MIXED) & (start >= issued)
             self._decided += 1
         oldest = (unfinished - 1) // size
         self._skipped = {
@@ -143,13 +145,13 @@ class Curricula:
             source, number = self.mixture.turn(group.ticket_id)
             self._parts[source].record(number, group)
 
-    def decide(self, *, consumed: int, unfinished: int) -> dict[str, bytes]:
+    def decide(self, *, consumed: int, unfinished: int, issued: int) -> dict[str, bytes]:
         """Decide epochs as `Curriculum.decide` does; return their skipped rows, by source and epoch."""
         found: dict[str, bytes] = {}
         count = self.mixture.shares.count
         for source, part in enumerate(self._parts):
-            first = count(source, unfinished - 1) + 1
-            decided = part.decide(consumed=count(source, consumed), unfinished=first)
+            first, last = count(source, unfinished - 1) + 1, count(source, issued)
+            decided = part.decide(consumed=count(source, consumed), unfinished=first, issued=last)
             found |= {f"{source}:{epoch}": rows for epoch, rows in decided.items()}
         return found
 

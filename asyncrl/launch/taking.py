@@ -64,7 +64,10 @@ class Taking:
             return EVERY_ROW
         assert isinstance(self.intake, Intake), "a rule of the config refuses shards"
         ledger = Ledger.from_dict(self.intake.settled)
-        return self.curriculum.decide(consumed=ledger.consumed, unfinished=ledger.watermark + 1)
+        consumed, unfinished = ledger.consumed, ledger.watermark + 1
+        # The last step trained B of the groups by which its limit, T + R + (L + 1) B, was higher.
+        issued = consumed + self.intake.max_lag * self.intake.groups
+        return self.curriculum.decide(consumed=consumed, unfinished=unfinished, issued=issued)
 
     def heal(self, version: int) -> None:
         """Make the store agree with the ledger if issued ids are missing or in two places."""
@@ -78,7 +81,7 @@ class Taking:
         if collected is None:
             return None
         if self.curriculum:
-            self.curriculum.record([*collected.groups, *(group for group, _ in collected.rejected)])
+            self.curriculum.record(collected.results)
         self.deaths.begin(version, collected.frames)
         return collected
 
