@@ -5,14 +5,15 @@ tickets up to a fixed distance before the epoch. Its state is a part of the chec
 """
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.ranges import EQUAL, is_solved
-from asyncrl.data.mixture import Mixture
+from asyncrl.config.schema import Config
+from asyncrl.data.mixture import Mixture, make_mixture
 from asyncrl.data.sample_plan import SamplePlan, rows_of
 from asyncrl.errors import DataError
 from asyncrl.types import Group
@@ -163,3 +164,18 @@ class Curricula:
         """Count the rows that the newest epochs skip, by reason."""
         counts = [part.metrics() for part in self._parts]
         return {name: sum(one[name] for one in counts) for name in counts[0]}
+
+
+def open_curricula(config: Config, sizes: Sequence[int], saved: Mapping[str, Any]) -> Curricula | None:
+    """Continue the curricula of sources of so many rows from their `saved` state, if the config has one."""
+    if config.data.curriculum.floor is None:
+        return None
+    groups, lag, refills = config.batch.groups, config.staleness.max_lag, config.algorithm.max_refills
+    return Curricula(
+        make_mixture(config.data, sizes, seed=config.run.seed),
+        solved=config.data.curriculum.solved,
+        # A step that rejects raises the credit, and so do groups of lost weights that were under way.
+        reach=(lag + 1 + refills + lag + 1) * groups,
+        window=config.window_groups,
+        state=saved,
+    )

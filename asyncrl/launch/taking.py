@@ -17,9 +17,9 @@ from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
 from asyncrl.buffer.watch import LONGEST_LOOK_S, AuditWatch
 from asyncrl.config.schema import Config
-from asyncrl.data.curriculum import Curricula
+from asyncrl.data.curriculum import Curricula, open_curricula
 from asyncrl.data.data_files import DataFiles
-from asyncrl.data.prompts import open_curricula, vocabulary_size
+from asyncrl.data.prompts import vocabulary_size
 from asyncrl.evaluation import EvalResult, Evaluation, Rounds, resume_ledger
 from asyncrl.hosting.progress import Attention
 from asyncrl.launch.step_deaths import StepDeaths

@@ -229,10 +229,9 @@ def _endless(config: Config) -> Iterator[str]:
 def _prompts(config: Config, root: Node, path: Path) -> Iterator[str]:
     """Warn of a template that makes equal prompts, and of fewer prompts than are to be evaluated."""
     template = config.data.template
-    plays = any(one.is_used for one in config.environments.values())
     try:
         names = [name for _, name, _, _ in Formatter().parse(template or "")]
-        if template is not None and not plays and not any(names):
+        if template is not None and not config.plays and not any(names):
             yield "data.template names no column, so all prompts are equal; write one as {column}"
     except ValueError as error:  # of rows on the hub, which `validate` does not read
         yield f"data.template is not a valid template ({error}); set {{column}} for a column, {{{{ for {{"

@@ -287,6 +287,17 @@ def test_a_pack_has_the_pixels_of_each_image_in_the_order_of_its_placeholders(
     assert torch.equal(found, torch.cat([alone_b, alone_a, alone_a, alone_b]))
 
 
+@pytest.mark.parametrize("image", ["a.png", "b.png"])
+def test_one_question_of_two_images_is_held_out(
+    task: Path, model: Path, image: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"question": "what is it?", "images": [image]}
+    (task / "test.jsonl").write_text(json.dumps(row))
+    data = config(task, model).data.model_dump() | {"eval": str(task / "test.jsonl")}
+    source(config(task, model, data=data))
+    assert ("also occur in data.train" in caplog.text) == (image == "a.png")
+
+
 @pytest.mark.parametrize("change", ["another picture", "gone", "another row", "no digest"])
 def test_a_group_with_other_images_is_named_and_not_trained(task: Path, model: Path, change: str) -> None:
     config_ = config(task, model)
