@@ -40,7 +40,7 @@ class Lazy(Sequence[Row]):
         self._size, self._one, self._every = size, one, every
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one row, by an index from 0; `Rows` has slices."""
+        """Return one row, by an index from 0."""
         return self._one(index)
 
     def __iter__(self) -> Iterator[Row]:
