@@ -19,7 +19,7 @@ from asyncrl.errors import DataError
 from asyncrl.types import Group
 
 NEVER, MIXED, ALWAYS = -1, 0, 1
-# An order carries one bit for each row, and no value of a message is longer than 64 KiB.
+# Each order to a generator carries one bit for each row and unfinished epoch: at most 64 KiB for one epoch.
 MOST_ROWS = 1 << 19
 
 
