@@ -77,7 +77,7 @@ class CodeChanged(EngineError):
 
 
 class RowsChanged(EngineError):
-    """A file of rows changed under a running generator, which must end."""
+    """A file of rows changed under a process that reads rows from it, which must end."""
 
 
 class ResultError(EngineError):

@@ -30,6 +30,12 @@ class Collected:
     taken_at: Mapping[int, float] = field(default_factory=dict)  # Unix seconds by ticket id, of both kinds
     frames: tuple[bytes, ...] = ()  # of `groups`, in their order; only on rank 0
 
+    @property
+    def results(self) -> list[Group]:
+        """All groups but those of lost weights, whose rows another curriculum may have chosen."""
+        rejected = (group for group, reason in self.rejected if reason != DISCARDED_LINEAGE)
+        return [*self.groups, *rejected]
+
 
 @dataclass(slots=True)
 class _Step:

@@ -9,7 +9,7 @@ from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.trainable import UNTRAINABLE
 from asyncrl.buffer.base import DEADLY, kind_of, one_line
 from asyncrl.buffer.gate import DEAD
-from asyncrl.errors import RunError
+from asyncrl.errors import RowsChanged, RunError
 from asyncrl.lineage import INITIAL, History
 from asyncrl.types import Group
 
@@ -81,6 +81,8 @@ def reason_to_reject(group: Group, version: int, *, judge: Judge, known_kinds: C
     try:
         reason = judge(group, version)
         return None if reason is None else _with_bounded_kind(reason, known_kinds)
+    except RowsChanged:  # true of every group that follows: the learner ends, and reads its rows again
+        raise
     except Exception as error:
         log.exception(
             "group %d cannot be judged and is not trained",

@@ -40,7 +40,9 @@ class Task(Part):
 
     model_config = ConfigDict(json_schema_extra={"named_by": "path"})
     path: str
+    """Rows, as in `data.train`."""
     system: str | None = None
+    """`data.system` of these prompts."""
     filter: str | None = None
     """`data.filter` of these rows."""
     map: str | None = None
@@ -82,8 +84,6 @@ class EvalSet(Task):
     """One of several sets of held-out prompts. A text is its `path`; null takes the key that the row
     names."""
 
-    path: str
-    """Rows, as in `data.train`."""
     split: str | None = None
     """`data.eval_split` of this set."""
     limit: PositiveInt | None = None
@@ -94,8 +94,6 @@ class EvalSet(Task):
     """`eval.samples` of this set."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """`eval.temperature` of this set."""
-    system: str | None = None
-    """`data.system` of these prompts."""
 
 
 def _as_sources(value: Any) -> Any:

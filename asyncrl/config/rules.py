@@ -318,6 +318,9 @@ def _groups_tell_something(run: RunFields) -> Iterator[Mistake]:
     if run.telemetry.pairs and run.environment.is_used:
         text = f"{pairs} is true, but episodes of an environment are more than an answer to a prompt; drop it"
         yield broken(f"{pairs} environment.uses", text)
+    if run.telemetry.pairs and run.data.images_key is not None:
+        text = f"{pairs} is true, but data.images_key is set, and TRL's columns hold no image; drop one"
+        yield broken(f"{pairs} data.images_key", text)
     if run.telemetry.pairs and batch.group_size == 1:
         text = f"{pairs} is true, but batch.group_size is 1: a group has no best and worst; drop it, or set 2"
         yield broken(f"{pairs} batch.group_size", text)

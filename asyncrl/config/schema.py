@@ -99,6 +99,11 @@ class Config(RunFields):
         return {"environment": self.environment} | merged
 
     @property
+    def plays(self) -> bool:
+        """Whether any task has an environment."""
+        return any(one.is_used for one in self.environments.values())
+
+    @property
     def environment_names(self) -> list[tuple[str, str, EnvironmentConfig]]:
         """Key, text and environment of every name in a key `uses`."""
         return [

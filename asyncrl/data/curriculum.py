@@ -5,20 +5,21 @@ tickets up to a fixed distance before the epoch. Its state is a part of the chec
 """
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.ranges import EQUAL, is_solved
-from asyncrl.data.mixture import Mixture
+from asyncrl.config.schema import Config
+from asyncrl.data.mixture import Mixture, make_mixture
 from asyncrl.data.sample_plan import SamplePlan, rows_of
 from asyncrl.errors import DataError
 from asyncrl.types import Group
 
 NEVER, MIXED, ALWAYS = -1, 0, 1
-# An order carries one bit for each row, and no value of a message is longer than 64 KiB.
+# Each order to a generator carries one bit for each row and unfinished epoch: at most 64 KiB for one epoch.
 MOST_ROWS = 1 << 19
 
 
@@ -44,7 +45,8 @@ class Curriculum:
         Args:
             plan: gets the skipped rows of every epoch that is decided.
             solved: reward from which an episode counts as solved.
-            reach: (L + 1) B + A. No id above T + R + reach is issued before the next version is published.
+            reach: of the ids above T + R that are issued before the next version is published, unless the
+                step rejects very many groups.
             window: W. All ids up to T + R - W are consumed.
             state: what `state` returned.
         """
@@ -70,12 +72,13 @@ class Curriculum:
         if group.rollouts:
             self._results[ticket_id] = self.plan.row(ticket_id), verdict(group, self._solved)
 
-    def decide(self, *, consumed: int, unfinished: int) -> dict[str, bytes]:
+    def decide(self, *, consumed: int, unfinished: int, issued: int) -> dict[str, bytes]:
         """Decide every epoch of which a ticket may be issued before the next version.
 
         Args:
             consumed: T + R.
             unfinished: the oldest id that is not consumed.
+            issued: the last id that may be issued already. Undecided epochs that began by then skip nothing.
 
         Returns:
             The skipped rows of each epoch from that of `unfinished` on.
@@ -86,7 +89,7 @@ class Curriculum:
             for ticket in sorted(one for one in self._results if one <= start - self._distance):
                 row, found = self._results.pop(ticket)
                 self._verdicts[row] = found
-            self._skipped[self._decided] = self._verdicts != MIXED
+            self._skipped[self._decided] = (self._verdicts != MIXED) & (start >= issued)
             self._decided += 1
         oldest = (unfinished - 1) // size
         self._skipped = {
@@ -143,13 +146,13 @@ class Curricula:
             source, number = self.mixture.turn(group.ticket_id)
             self._parts[source].record(number, group)
 
-    def decide(self, *, consumed: int, unfinished: int) -> dict[str, bytes]:
+    def decide(self, *, consumed: int, unfinished: int, issued: int) -> dict[str, bytes]:
         """Decide epochs as `Curriculum.decide` does; return their skipped rows, by source and epoch."""
         found: dict[str, bytes] = {}
         count = self.mixture.shares.count
         for source, part in enumerate(self._parts):
-            first = count(source, unfinished - 1) + 1
-            decided = part.decide(consumed=count(source, consumed), unfinished=first)
+            first, last = count(source, unfinished - 1) + 1, count(source, issued)
+            decided = part.decide(consumed=count(source, consumed), unfinished=first, issued=last)
             found |= {f"{source}:{epoch}": rows for epoch, rows in decided.items()}
         return found
 
@@ -161,3 +164,18 @@ class Curricula:
         """Count the rows that the newest epochs skip, by reason."""
         counts = [part.metrics() for part in self._parts]
         return {name: sum(one[name] for one in counts) for name in counts[0]}
+
+
+def open_curricula(config: Config, sizes: Sequence[int], saved: Mapping[str, Any]) -> Curricula | None:
+    """Continue the curricula of sources of so many rows from their `saved` state, if the config has one."""
+    if config.data.curriculum.floor is None:
+        return None
+    groups, lag, refills = config.batch.groups, config.staleness.max_lag, config.algorithm.max_refills
+    return Curricula(
+        make_mixture(config.data, sizes, seed=config.run.seed),
+        solved=config.data.curriculum.solved,
+        # A step that rejects raises the credit, and so do groups of lost weights that were under way.
+        reach=(lag + 1 + refills + lag + 1) * groups,
+        window=config.window_groups,
+        state=saved,
+    )

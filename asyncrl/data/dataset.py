@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, repeat
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.named_files import SEEDS, WILD, local_files
@@ -54,7 +54,7 @@ class Rows(Sequence[Row]):
             part = bisect_right(starts, index) - 1
             return parts[part], index - starts[part]
 
-        def row(index: int) -> Row:
+        def row(index: int) -> Any:
             part, at = place(index)
             return part[at]
 
@@ -107,13 +107,8 @@ class Rows(Sequence[Row]):
             digest.update(encode(row).encode() + b"\n")
         return f"{len(self)} rows with digest {digest.hexdigest()}"
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        at = range(len(self))[index]
-        return self._rows[at] if isinstance(at, int) else [self._rows[one] for one in at]
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[range(len(self))[index]]
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -21,7 +21,6 @@ import jinja2
 from asyncrl.config.data_section import DataConfig, DataSource, EvalSet
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
-from asyncrl.data.curriculum import Curricula
 from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
 from asyncrl.data.file_tokenizer import FileTokenizer
 from asyncrl.data.image_processor import ImageProcessor
@@ -126,17 +125,19 @@ class _Part:
     limit: int
     task: int
     origin: DataSource | EvalSet
+    # Whether prompts of one text may be different tasks: those of an environment, or with images.
+    by_row: bool
     # Index -> number of tokens of the prompts that were rendered at the start.
     lengths: dict[int, int] = field(default_factory=dict)
 
     def look(self, *, every: bool) -> Iterator[tuple[int, str]]:
-        """Render the checked rows, or all until enough are short; yield index and text. Raises DataError."""
+        """Render the checked rows, or all until enough are short; yield index and task. Raises DataError."""
         left = self.origin.limit or -1
         for index in range(len(self.rows)) if every else self.rows.checked:
             beat()
             prompt = self.render.prompt(self.rows, index)
             self.lengths[index] = _longer(prompt)
-            yield index, prompt.text
+            yield index, f"{prompt.text}{sorted(prompt.row.items())}" if self.by_row else prompt.text
             if not (left := left - (self.lengths[index] <= self.limit)):
                 return
 
@@ -184,11 +185,13 @@ class PromptSource:
         seed: int,
         tokenizer: Any = None,
         teacher: str | None = None,
+        plays: bool = False,
     ) -> None:
         """Open the rows and look at prompts. Raises DataError that names the unusable rows.
 
         `tokenizer` takes the place of the policy's, which takes seconds to import, if nothing is decoded.
-        `teacher` is the template of what a teacher reads in place of the prompts of data.train.
+        `teacher` is the template of what a teacher reads in place of the prompts of data.train. `plays` says
+        whether there is an environment.
         """
         self.tokenizer = tokenizer or load_tokenizer(model)
         _require_template(model, self.tokenizer)
@@ -202,7 +205,8 @@ class PromptSource:
             readers[:sources] = [one.for_teacher(teacher) for one in readers[:sources]]
         loaded = enumerate(zip(load_parts(data, tasks), readers, strict=True))
         limit, self._data = sampling.max_prompt_tokens, data
-        parts = [_Part(rows, one, limit, task, tasks[task]) for task, (rows, one) in loaded]
+        by_row = plays or processor is not None
+        parts = [_Part(rows, one, limit, task, tasks[task], by_row) for task, (rows, one) in loaded]
         # The parts of data.train, and those of data.eval by the name of the set.
         self._train, self._sets = parts[:sources], dict(zip(data.sets, parts[sources:], strict=True))
         _look(self._train, self._sets, data.long_prompts)
@@ -214,8 +218,8 @@ class PromptSource:
     @classmethod
     def of(cls, config: Config) -> Self:
         """The prompts of a run: learner and generators drop the same rows. Raises DataError."""
-        teacher, seed = config.teacher_template, config.run.seed
-        return cls(config.data, config.model, config.sampling, seed=seed, teacher=teacher)
+        teacher, seed, plays = config.teacher_template, config.run.seed, config.plays
+        return cls(config.data, config.model, config.sampling, seed=seed, teacher=teacher, plays=plays)
 
     @property
     def rows(self) -> list[Rows]:
@@ -346,9 +350,9 @@ def _look(train: Sequence[_Part], held_out: Mapping[str, _Part], how: str) -> No
     To drop rows, all are rendered: the sample plan needs the number of those that are left.
     """
     every = how == "drop"
-    texts = {hash(text) for part in train for _, text in part.look(every=every)}
+    tasks = {hash(task) for part in train for _, task in part.look(every=every)}
     shared = {
-        name: [index for index, text in part.look(every=every) if hash(text) in texts]
+        name: [index for index, task in part.look(every=every) if hash(task) in tasks]
         for name, part in held_out.items()
     }
     parts = [*train, *held_out.values()]
@@ -375,21 +379,6 @@ def _look(train: Sequence[_Part], held_out: Mapping[str, _Part], how: str) -> No
             raise DataError(f"all prompts of {part.rows.source} {above}, so no row is left; raise it")
         part.rows = part.rows.only(kept)
         part.lengths = {at: part.lengths[index] for at, index in enumerate(kept)}
-
-
-def open_curricula(config: Config, sizes: Sequence[int], saved: Mapping[str, Any]) -> Curricula | None:
-    """Continue the curricula of sources of so many rows from their `saved` state, if the config has one."""
-    if config.data.curriculum.floor is None:
-        return None
-    groups, lag, refills = config.batch.groups, config.staleness.max_lag, config.algorithm.max_refills
-    return Curricula(
-        make_mixture(config.data, sizes, seed=config.run.seed),
-        solved=config.data.curriculum.solved,
-        # A step that rejects raises the credit, and so do groups of lost weights that were under way.
-        reach=(lag + 1 + refills + lag + 1) * groups,
-        window=config.window_groups,
-        state=saved,
-    )
 
 
 def draw_probe(seed: int, lengths: Sequence[int], vocabulary: int) -> list[tuple[int, ...]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncrl.errors import DataError, RowsChanged, install_command
+from asyncrl.files import CURES
 
 Row = Mapping[str, Any]
 FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
@@ -39,7 +40,7 @@ class Lazy(Sequence[Row]):
         self._size, self._one, self._every = size, one, every
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one row, by an index from 0; `Rows` has slices."""
+        """Return one row, by an index from 0."""
         return self._one(index)
 
     def __iter__(self) -> Iterator[Row]:
@@ -74,7 +75,7 @@ def read_file(path: Path) -> tuple[Sequence[Row], Sequence[int] | None]:
             case ".parquet":
                 return _read_parquet(path), None
     except OSError as error:
-        cure = "give a readable file"
+        cure = CURES[errno.EMFILE] if error.errno == errno.EMFILE else "give a readable file"
         if error.errno in FULL:
             cure = f"free space for its copy, in {tempfile.gettempdir()} (TMPDIR) or HF_DATASETS_CACHE"
         raise DataError(f"dataset {path} cannot be read: {error.strerror or error}; {cure}") from error

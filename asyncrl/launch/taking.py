@@ -17,9 +17,9 @@ from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
 from asyncrl.buffer.watch import LONGEST_LOOK_S, AuditWatch
 from asyncrl.config.schema import Config
-from asyncrl.data.curriculum import Curricula
+from asyncrl.data.curriculum import Curricula, open_curricula
 from asyncrl.data.data_files import DataFiles
-from asyncrl.data.prompts import open_curricula, vocabulary_size
+from asyncrl.data.prompts import vocabulary_size
 from asyncrl.evaluation import EvalResult, Evaluation, Rounds, resume_ledger
 from asyncrl.hosting.progress import Attention
 from asyncrl.launch.step_deaths import StepDeaths
@@ -64,7 +64,10 @@ class Taking:
             return EVERY_ROW
         assert isinstance(self.intake, Intake), "a rule of the config refuses shards"
         ledger = Ledger.from_dict(self.intake.settled)
-        return self.curriculum.decide(consumed=ledger.consumed, unfinished=ledger.watermark + 1)
+        consumed, unfinished = ledger.consumed, ledger.watermark + 1
+        # The last step trained B of the groups by which its limit, T + R + (L + 1) B, was higher.
+        issued = consumed + self.intake.max_lag * self.intake.groups
+        return self.curriculum.decide(consumed=consumed, unfinished=unfinished, issued=issued)
 
     def heal(self, version: int) -> None:
         """Make the store agree with the ledger if issued ids are missing or in two places."""
@@ -78,7 +81,7 @@ class Taking:
         if collected is None:
             return None
         if self.curriculum:
-            self.curriculum.record([*collected.groups, *(group for group, _ in collected.rejected)])
+            self.curriculum.record(collected.results)
         self.deaths.begin(version, collected.frames)
         return collected
 

@@ -142,11 +142,17 @@ def _rates(config: Config) -> Iterator[str]:
 
 
 def _numbers(config: Config) -> Iterator[str]:
-    """Warn of numbers with which nothing is learned or noticed, and of a step that outlasts its episode."""
+    """Warn of numbers with which nothing is learned or noticed, or that do not go together."""
     sampling, stop = config.sampling, config.learner.stop_when
     if sampling.top_k == 1 or (sampling.top_k > 1 and (sampling.min_p == 1 or sampling.top_p < LEAST_TOP_P)):
         found = f"sampling.top_k is {sampling.top_k}, top_p {sampling.top_p:g} and min_p {sampling.min_p:g}"
         yield f"{found}: one token is left, so all answers to a prompt are equal; set top_k=50 or drop them"
+    shards, period = config.store.shards, math.lcm(*(share.denominator for share in config.data.shares))
+    # The sources of tickets repeat with the period, and shards take tickets by turns.
+    if config.algorithm.filters and math.gcd(shards, period) > 1:
+        found = f"store.shards is {shards}, and some shards have more tickets of a source of data.train than"
+        cure = "change what is trained from the shares of the sources; set store.shards=1, or drop filters"
+        yield f"{found} others: algorithm.filters {cure}"
     if stop is not None and _counts_solved(stop.metric) and (stop.reaches or 0.0) > 1:
         found = f"learner.stop_when.reaches is {stop.reaches:g}, but {stop.metric} is at most 1"
         yield f"{found}, so nothing ends the training; set a share such as 0.9"
@@ -226,10 +232,9 @@ def _endless(config: Config) -> Iterator[str]:
 def _prompts(config: Config, root: Node, path: Path) -> Iterator[str]:
     """Warn of a template that makes equal prompts, and of fewer prompts than are to be evaluated."""
     template = config.data.template
-    plays = any(one.is_used for one in config.environments.values())
     try:
         names = [name for _, name, _, _ in Formatter().parse(template or "")]
-        if template is not None and not plays and not any(names):
+        if template is not None and not config.plays and not any(names):
             yield "data.template names no column, so all prompts are equal; write one as {column}"
     except ValueError as error:  # of rows on the hub, which `validate` does not read
         yield f"data.template is not a valid template ({error}); set {{column}} for a column, {{{{ for {{"

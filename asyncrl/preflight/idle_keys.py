@@ -26,10 +26,7 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda one: not Path(one.model.path).is_dir(),
         "model.path is a directory, which has one revision; drop it, or give the model's hub name",
     ),
-    **dict.fromkeys(
-        ("model.tool_parser", "model.reasoning_parser"),
-        (lambda one: any(each.is_used for each in one.environments.values()), _OF_EPISODES),
-    ),
+    **dict.fromkeys(("model.tool_parser", "model.reasoning_parser"), (lambda one: one.plays, _OF_EPISODES)),
     "data.prompt_field": (
         lambda one: one.data.template is None,
         "data.template stands in its place; drop one of them",

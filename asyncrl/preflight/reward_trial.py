@@ -137,7 +137,8 @@ def _prompts(config: Config) -> PromptSource:
         # The policy's own tokenizer may add a token, so it judges prompts that reach the limit.
         lower = sampling.model_copy(update={"max_prompt_tokens": sampling.max_prompt_tokens - 1})
         with contextlib.suppress(DataError):
-            return PromptSource(data, model, lower, seed=seed, tokenizer=render.tokenizer)
+            tokenizer, plays = render.tokenizer, config.plays
+            return PromptSource(data, model, lower, seed=seed, tokenizer=tokenizer, plays=plays)
     return PromptSource.of(config)
 
 

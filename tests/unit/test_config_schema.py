@@ -601,6 +601,11 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         "episodes of an environment are more than an answer to a prompt; drop it",
     ),
     (
+        {"telemetry": {"pairs": True}, "data": {"train": "t", "images_key": "image"}}
+        | {"model": {"path": "m", "chat_template": True}},
+        "telemetry.pairs is true, but data.images_key is set, and TRL's columns hold no image; drop one",
+    ),
+    (
         {"telemetry": {"pairs": True}, "batch": {"group_size": 1}} | algorithm(advantage="reinforce"),
         "a group has no best and worst",
     ),

@@ -26,6 +26,7 @@ sampling: {max_prompt_tokens: 64, max_response_tokens: 64}
 """
 
 
+MIXED = ("data.train=[{path: train.jsonl}, {path: test.jsonl, weight: 3}]", "data.eval=other.jsonl")
 JUDGED = ("reward.functions=[{function: model_score, params: {scorer: judge}}]", "scorers.judge.model=m")
 
 
@@ -37,7 +38,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "GROUPS", tmp_path)
     (tmp_path / "meminfo").write_text(f"MemTotal: {32 << 20} kB\nMemFree: 0 kB\nMemAvailable: 8 kB\n")
     monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
-    for name in ("train", "test"):
+    for name in ("train", "test", "other"):
         write_rows(name, [{"prompt": name, "answer": "2"}])
 
 
@@ -54,6 +55,11 @@ def said_of(text: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (
+            (*MIXED, "algorithm.filters=[zero_variance]", "store.shards=4"),
+            "store.shards is 4, and some shards have more tickets of a source of data.train than others: "
+            "algorithm.filters change what is trained from the shares of the sources; set store.shards=1, or drop filters",
+        ),
         (("data.eval=train.jsonl",), "data.eval is data.train (train.jsonl): the evaluation is not held out"),
         (
             ("data.train=owner/name", "data.template='Q: {question'"),
@@ -130,6 +136,8 @@ def test_settings_at_their_limits_are_fine():
         "eval.prompts=1",
     )
     assert said_of(OWN, *fine, "learner.optimizer.lr=0.01") == []
+    filters = (*MIXED, "algorithm.filters=[zero_variance]")
+    assert said_of(OWN, *filters, "store.shards=3", "batch.groups=33") == [], "all shards have equal shares"
     assert said_of(OWN, "learner.steps=2") == [], "the default of eval.every was not chosen"
     elsewhere = ("store.url=unix:///run/store.sock", "store.max_gib=33")
     assert said_of(OWN, *elsewhere) == [], "the memory of another machine"

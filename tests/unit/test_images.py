@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer, Idefics3ForConditionalGeneration
 
+from asyncrl.buffer.judge import make_judge, reason_to_reject
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, ModelConfig
@@ -23,7 +25,7 @@ from asyncrl.data import images
 from asyncrl.data.image_processor import DIGESTS, LearnerImages
 from asyncrl.data.images import MOST_BYTES
 from asyncrl.data.prompts import PromptSource
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import ConfigError, DataError, RowsChanged
 from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.memory_use import Rank, checkpoint_bytes, published_bytes
 from asyncrl.preflight.validate import validated_config
@@ -285,6 +287,17 @@ def test_a_pack_has_the_pixels_of_each_image_in_the_order_of_its_placeholders(
     assert torch.equal(found, torch.cat([alone_b, alone_a, alone_a, alone_b]))
 
 
+@pytest.mark.parametrize("image", ["a.png", "b.png"])
+def test_one_question_of_two_images_is_held_out(
+    task: Path, model: Path, image: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"question": "what is it?", "images": [image]}
+    (task / "test.jsonl").write_text(json.dumps(row))
+    data = config(task, model).data.model_dump() | {"eval": str(task / "test.jsonl")}
+    source(config(task, model, data=data))
+    assert ("also occur in data.train" in caplog.text) == (image == "a.png")
+
+
 @pytest.mark.parametrize("change", ["another picture", "gone", "another row", "no digest"])
 def test_a_group_with_other_images_is_named_and_not_trained(task: Path, model: Path, change: str) -> None:
     config_ = config(task, model)
@@ -303,6 +316,16 @@ def test_a_group_with_other_images_is_named_and_not_trained(task: Path, model: P
     assert fault is not None and fault.startswith("image_changed: ") and "train.jsonl:" in fault
     with pytest.raises(DataError):
         learner.of(made)
+
+
+def test_a_learner_whose_rows_have_another_date_ends_to_read_them_again(task: Path, model: Path) -> None:
+    """Of each group it would say that it cannot be judged, until too many are rejected."""
+    config_ = config(task, model)
+    prompts, learner = source(config_), LearnerImages(config_)
+    made, judge = group(prompts, 1), make_judge((), drop_older_than=None, fault=learner.fault)
+    os.utime(task / "train.jsonl", ns=(1, 1))
+    with pytest.raises(RowsChanged, match=r"train\.jsonl changed while a process reads rows"):
+        reason_to_reject(made, 0, judge=judge, known_kinds=())
 
 
 def test_a_sampled_placeholder_is_not_trained(task: Path, model: Path) -> None:

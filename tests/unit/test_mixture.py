@@ -59,6 +59,16 @@ def test_the_choice_is_what_it_always_was():
     assert Shares(shares_of([1000, 1, 77])).count(2, 10**9) == 71_428_571
 
 
+@pytest.mark.parametrize(("weights", "shards", "is_even"), [([1, 1], 2, False), ([1, 3], 3, True)])
+def test_a_shard_has_the_shares_of_the_whole_if_its_turns_and_the_period_have_no_common_factor(
+    weights, shards, is_even
+):
+    """The warning in `preflight.doubts` relies on it."""
+    shares, count = Shares(shares_of(weights)), shards * sum(weights)
+    parts = [Counter(map(shares.source, range(first, count + 1, shards))) for first in range(1, shards + 1)]
+    assert (parts == [dict(enumerate(weights))] * shards) == is_even
+
+
 def test_7_to_3_over_10_000_tickets_with_three_resumes_is_exact():
     data = DataConfig.model_validate(
         {"train": [{"path": "a", "weight": 0.7}, {"path": "b", "weight": 0.3}], "shuffle": True}

@@ -184,6 +184,18 @@ def test_overlap_of_training_and_evaluation_is_warned_of(tmp_path, jsonl, caplog
     assert not caplog.records
 
 
+@pytest.mark.parametrize("secret", [1, 2])
+def test_rows_of_one_prompt_are_different_tasks_for_an_environment(tmp_path, jsonl, caplog, secret):
+    model = character_tokenizer(tmp_path / "m")
+    train, held_out = jsonl("t", {"prompt": ":", "secret": 1}), jsonl("e", {"secret": secret, "prompt": ":"})
+    sections = {"model": {"path": model}, "data": {"train": train, "eval": held_out}}
+    PromptSource.of(config_of(**sections, environment={"uses": "game.py:Game"}))
+    assert ("1 of 1 prompts in data.eval also occur in data.train" in caplog.text) == (secret == 1)
+    caplog.clear()
+    PromptSource.of(config_of(**sections))
+    assert "1 of 1 prompts in data.eval also occur in data.train" in caplog.text
+
+
 def test_of_many_rows_some_are_looked_at_first_and_the_others_when_they_are_drawn(
     tmp_path, jsonl, monkeypatch, caplog
 ):
