@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55018,
+    "lines of the package": 55159,
     "modules": 371,
     "public functions and classes": 1470,
     "modules of ours that a module imports, at most": 36,
