@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -90,16 +91,15 @@ class Exports:
         log.error("the checkpoint of step %d stays without a model (%s)", self._step, self._failure)
 
 
-_made = _http._GLOBAL_CLIENT_FACTORY  # which code of the user may have set
-
-
-def _impatient_client() -> Any:
-    client = _made()
+def _impatient(made: Callable[[], Any]) -> Any:
+    client = made()
     client.timeout = ANSWER_S
     return client
 
 
-set_client_factory(_impatient_client)
+# What makes clients may be of code of the user. A release without this name waits without end.
+if made := getattr(_http, "_GLOBAL_CLIENT_FACTORY", None):
+    set_client_factory(partial(_impatient, made))
 
 
 def refusal(hub: HubConfig) -> str:
