@@ -7,11 +7,12 @@ When all have been trained, the policies tell stories to the same held-out promp
 sampling.
 
 Both keep their weights on the way. The seconds at a step are those of the whole run without those of the
-later steps, and of keeping weights at other steps. Between kept weights, score and seconds are taken to grow
-evenly: this says when a policy has reached a level.
+later steps, and of keeping weights at other steps. What a step teaches differs more between seeds than
+between the two, so score and seconds at a step are means over the seeds. Between kept weights they are taken
+to grow evenly: this says when each has reached a level, and how the ratio differs between draws of the seeds.
 
     python examples/stories.py build/stories15m
-    python -m bench.peers [KEY=VALUE ...] [--seeds 0 1 2] [--steps 32] [--show] [--json FILE]
+    python -m bench.peers [KEY=VALUE ...] [--seeds 0 1 2 3 4 5 6] [--steps 32] [--show] [--json FILE]
 
 It needs asyncrl[stages], which brings TRL. TRL samples by transformers, as it does by default.
 """
@@ -19,11 +20,13 @@ It needs asyncrl[stages], which brings TRL. TRL samples by transformers, as it d
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +39,8 @@ LR, BETAS, CLIP = 4e-5, (0.9, 0.95), 0.2
 PIECE = 16  # sequences that TRL trains at once: of 8, 16 and 64 the fastest
 ROWS, SAMPLES = 120, 4
 EVERY = 4  # steps between weights that are kept
-LEVELS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
+LEVELS = (0.6, 0.65, 0.7, 0.75, 0.8)
+DRAWS = 4000  # of as many seeds as there are, with repetition
 
 
 class Ran(NamedTuple):
@@ -201,50 +205,61 @@ def score(weights: Path, task: Path) -> tuple[float, float]:
     return statistics.mean(means), statistics.stdev(means) / len(means) ** 0.5
 
 
-def judged(name: str, seed: int, kept: Sequence[Ran], task: Path) -> Iterator[dict[str, Any]]:
-    """Score the policies of a run up to the first at the last level, and print their rows of the table."""
-    for ran in kept:
-        mean, error = score(ran.weights, task)
-        row = {
-            "by": name,
-            "seed": seed,
-            "step": ran.step,
-            "score": round(mean, 3),
-            "score_error": round(error, 3),
-            "training_s": round(ran.training_s, 1),
-            "in_all_s": round(ran.in_all_s, 1),
-        }
-        print(json.dumps(row), flush=True)
-        yield row
-        if mean >= LEVELS[-1]:
+def judged(trained: Mapping[tuple[str, int], Sequence[Ran]], task: Path) -> Iterator[dict[str, Any]]:
+    """Score the policies step by step, until the mean of each of the two has reached the last level."""
+    for ran in zip(*trained.values(), strict=True):
+        scores = defaultdict[str, list[float]](list)
+        for (name, seed), one in zip(trained, ran, strict=True):
+            mean, error = score(one.weights, task)
+            scores[name].append(mean)
+            row = {
+                "by": name,
+                "seed": seed,
+                "step": one.step,
+                "score": round(mean, 3),
+                "score_error": round(error, 3),
+                "training_s": round(one.training_s, 1),
+                "in_all_s": round(one.in_all_s, 1),
+            }
+            print(json.dumps(row), flush=True)
+            yield row
+        if all(statistics.mean(found) >= LEVELS[-1] for found in scores.values()):
             return
 
 
 def seconds_until(level: float, rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return when a policy whose scores are `rows`, by step, has first reached a level."""
-    before: dict[str, Any] | None = None
-    for row in rows:
-        if row["score"] >= level:
-            if before is None:
-                return float(row["in_all_s"])
-            share = (level - before["score"]) / (row["score"] - before["score"])
-            return round(before["in_all_s"] + share * (row["in_all_s"] - before["in_all_s"]), 1)
-        before = row
+    """Return when the mean of some runs, whose scores are `rows`, has first reached a level."""
+    score_before, seconds_before = 0.0, 0.0
+    for step in sorted({row["step"] for row in rows}):
+        of_step = [row for row in rows if row["step"] == step]
+        score, seconds = (statistics.mean(row[name] for row in of_step) for name in ("score", "in_all_s"))
+        if score >= level:
+            share = (level - score_before) / (score - score_before) if score_before else 1.0
+            return seconds_before + share * (seconds - seconds_before)
+        score_before, seconds_before = score, seconds
     return None
 
 
 def reached(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each level that both reach with every seed, their seconds until then, and the ratio."""
-    found = list[dict[str, Any]]()
+    """Return, for each level that both reach, their seconds until then, and the ratio with its 95 % range."""
+    by_run = defaultdict[tuple[str, int], list[dict[str, Any]]](list)
+    for row in rows:
+        by_run[row["by"], row["seed"]].append(row)
+
+    def seconds(name: str, seeds: Sequence[int], level: float) -> float | None:
+        return seconds_until(level, [row for seed in seeds for row in by_run[name, seed]])
+
+    seeds, draw, found = sorted({row["seed"] for row in rows}), random.Random(0), list[dict[str, Any]]()
     for level in LEVELS:
-        row: dict[str, Any] = {"level": level}
-        for by in ("trl", "asyncrl"):
-            seeds = sorted({row["seed"] for row in rows})
-            curves = [[row for row in rows if (row["by"], row["seed"]) == (by, seed)] for seed in seeds]
-            row[by] = [seconds_until(level, curve) for curve in curves]
-        if None not in (*row["trl"], *row["asyncrl"]):
-            row["asyncrl / trl"] = round(sum(row["asyncrl"]) / sum(row["trl"]), 2)
-            found.append(row)
+        trl, asyncrl = (seconds(name, seeds, level) for name in ("trl", "asyncrl"))
+        if trl is None or asyncrl is None:
+            continue
+        drawn = (draw.choices(seeds, k=len(seeds)) for _ in range(DRAWS))
+        both = ([seconds(name, some, level) for name in ("trl", "asyncrl")] for some in drawn)
+        ratios = sorted(ours / theirs for theirs, ours in both if theirs and ours)
+        row = {"level": level, "trl": round(trl, 1), "asyncrl": round(asyncrl, 1)}
+        ends = [round(ratios[round(share * (len(ratios) - 1))], 2) for share in (0.025, 0.975)]
+        found.append({**row, "asyncrl / trl": round(asyncrl / trl, 2), "95 %": ends})
     return found
 
 
@@ -252,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("further", nargs="*", metavar="KEY=VALUE", help="further settings of asyncrl")
     parser.add_argument("--task", type=Path, default=Path("build/stories15m"), help="model and rows")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(7)])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--show", action="store_true", help="print both configurations, and train nothing")
     parser.add_argument("--json", type=Path)
@@ -269,12 +284,12 @@ def main() -> None:
         )
         return None
     with tempfile.TemporaryDirectory() as directory:
-        trained = [
-            (name, seed, run(name, options.task, seed, options.steps, Path(directory), further))
+        trained = {
+            (name, seed): run(name, options.task, seed, options.steps, Path(directory), further)
             for seed in options.seeds
             for name, further in (("trl", ()), ("asyncrl", options.further))
-        ]
-        rows = [row for name, seed, kept in trained for row in judged(name, seed, kept, options.task)]
+        }
+        rows = list(judged(trained, options.task))
     levels = reached(rows)
     print(*(json.dumps(level) for level in levels), sep="\n")
     if options.json:
