@@ -25,9 +25,8 @@ BYTES_IN_4BIT = 0.5 + (1 + FP32 / 256) / 64
 BUCKET_NUMBERS, GATHERED_WEIGHTS = 500_000_000, 1_000_000_000
 # In ZeRO 3 the optimizer takes this many of a rank's numbers at a time: DeepSpeed's `sub_group_size`.
 STEPPED_NUMBERS = 1_000_000_000
-# Logits of a chunk, their exponentials and gradients, in float32. Gradients of the output layer's weight, in
-# float32: the sum over chunks, and that of one chunk.
-LOGIT_COPIES, HEAD_COPIES = 3, 2
+# Logits of a chunk, their exponentials and gradients, in float32.
+LOGIT_COPIES = 3
 # Names of parts. The two processes are those of `weights.transport: nccl`.
 SLOTS, CUDA = "published versions", "CUDA"
 SENDER, RECEIVER = "process that sends", "process that receives"
@@ -85,6 +84,16 @@ class ModelShape:
         )
 
     @property
+    def is_tied(self) -> bool:
+        """Whether embeddings and output layer are one table."""
+        return self.tables <= self.vocabulary * self.hidden
+
+    def without_output_layer(self) -> Self:
+        """The sizes of a critic, whose value head takes the place of an output layer."""
+        table = 0 if self.is_tied else self.vocabulary * self.hidden
+        return replace(self, parameters=self.parameters - table, tables=self.tables - table)
+
+    @property
     def trained(self) -> int:
         """How many numbers have a gradient."""
         return self.adapter or self.parameters - self.frozen
@@ -120,7 +129,7 @@ MOMENTS: dict[str, tuple[str, Callable[[ModelShape], float]]] = {
 }
 
 
-def _moments_bytes(shape: ModelShape, optimizer: OptimizerConfig) -> int:
+def moments_bytes(shape: ModelShape, optimizer: OptimizerConfig) -> int:
     """Bytes of the moments of an optimizer."""
     return round(MOMENTS[optimizer.kind][1](shape))
 
@@ -175,18 +184,22 @@ class Rank:
         if self.learner.offload_optimizer:
             return 0
         master = self.shape.trained * FP32 if self.stage > 0 else 0
-        return self._share(_moments_bytes(self.shape, optimizer) + master, 1, from_stage=1)
+        return self._share(moments_bytes(self.shape, optimizer) + master, 1, from_stage=1)
 
     @property
     def head(self) -> int:
-        """What the output layer's gradient adds, without an adapter, which leaves the layer as it is.
+        """What the gradient of the output layer's weight adds; an adapter leaves that layer as it is.
 
-        It is the first of a backward pass, when all activations exist. From ZeRO 2 on, it takes the place of
-        the others, because those of the last pass are gone by then.
+        Backward begins with it, when all activations exist: in float32, then rounded to the model's dtype. If
+        the layer is the embedding, too, backward ends with the gradients of both and their sum, without
+        activations. From ZeRO 2 on, they take the place of others: those of the last pass are gone by then.
         """
         numbers = 0 if self.shape.adapter else self.shape.vocabulary * self.shape.hidden
+        size = DTYPE_BYTES[self.model.dtype]
+        first = numbers * (FP32 + size * (size < FP32))
+        last = numbers * 3 * size - self.activations if self.shape.is_tied else 0
         replaced = self.of_one_pass if self.stage >= 2 else 0
-        return max(0, HEAD_COPIES * FP32 * numbers - replaced)
+        return max(0, max(first, last) - replaced)
 
     def resting(self, optimizer: OptimizerConfig) -> int:
         """Bytes that the model keeps while another takes its step.
@@ -262,7 +275,10 @@ class Rank:
         yield Part("optimizer", self.optimizer(learner.optimizer), formed, [*sharded(1), *offloaded])
         formed = f"{tokens} x what layers keep for backward, and the logits of one chunk"
         yield Part("activations", self.activations, formed, activation_cures(learner))
-        yield Part("output layer", self.head, f"its parameters x 8 of gradient{less}")
+        formed = f"its parameters x {6 if half else 4} of gradient"
+        if self.shape.is_tied and not half:
+            formed += ", or x 12 less activations, as it is the embedding, too"
+        yield Part("output layer", self.head, f"{formed}{less}")
         formed = "buckets and copies of gradients, gathered weights of ZeRO 3, less activations"
         yield Part("buffers", self.buffers, formed)
         if reference:
@@ -271,7 +287,8 @@ class Rank:
         if critic:
             kept = "what a model like the policy keeps between its steps"
             formed = f"{kept}, in ZeRO 3 with a bucket of its own"
-            yield Part("critic", self.resting(critic), formed, [*sharded(3), *offloaded])
+            resting = replace(self, shape=self.shape.without_output_layer()).resting(critic)
+            yield Part("critic", resting, formed, [*sharded(3), *offloaded])
 
     def torch_bytes(
         self, rank: int, *, reference: ModelShape | None, critic: OptimizerConfig | None, slots: int
@@ -381,17 +398,3 @@ def sequence_kv_bytes(shape: ModelShape, config: Config) -> int:
 def exported_bytes(shape: ModelShape, model: ModelConfig) -> int:
     """Bytes of an export of the policy: of an adapter, that alone."""
     return (shape.adapter or shape.parameters) * DTYPE_BYTES[model.dtype]
-
-
-def checkpoint_bytes(
-    shape: ModelShape, model: ModelConfig, learner: LearnerConfig, *, critic: OptimizerConfig | None
-) -> int:
-    """Bytes on disk: weights or adapter, master copy, moments, export.
-
-    With ZeRO, DeepSpeed writes a master copy in float32, too, and in stage 3 nothing else of the weights.
-    """
-    stage = zero_stage(learner.zero_stage, model.dtype)
-    each = FP32 * (stage > 0) + DTYPE_BYTES[model.dtype] * (stage < 3)
-    trained = (learner.optimizer, critic) if critic else (learner.optimizer,)
-    moments = sum(_moments_bytes(shape, one) for one in trained)
-    return shape.trained * each * len(trained) + moments + exported_bytes(shape, model)

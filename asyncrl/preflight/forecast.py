@@ -8,6 +8,7 @@ from asyncrl.config import registry
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.hosting import memory_use
 from asyncrl.hosting.machine import Machine
 from asyncrl.hosting.memory_use import ModelShape, Part, Rank
@@ -210,9 +211,25 @@ def _memory(
         yield _size("this host", f"GPU {index}", use.size_bytes, formed)
 
 
+def checkpoint_bytes(
+    shape: ModelShape, model: ModelConfig, learner: LearnerConfig, *, critic: OptimizerConfig | None
+) -> int:
+    """Bytes on disk: weights or adapter, master copy, moments, export.
+
+    With ZeRO, DeepSpeed writes a master copy in float32, too, and in stage 3 nothing else of the weights.
+    """
+    stage = memory_use.zero_stage(learner.zero_stage, model.dtype)
+    each = memory_use.FP32 * (stage > 0) + memory_use.DTYPE_BYTES[model.dtype] * (stage < 3)
+    models = [(shape, learner.optimizer)]
+    if critic:
+        models.append((shape.without_output_layer(), critic))
+    kept = sum(one.trained * each + memory_use.moments_bytes(one, optimizer) for one, optimizer in models)
+    return kept + memory_use.exported_bytes(shape, model)
+
+
 def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
     kept = config.checkpoint.kept(config.learner.steps)
-    one = memory_use.checkpoint_bytes(shape, config.model, config.learner, critic=_critic(config))
+    one = checkpoint_bytes(shape, config.model, config.learner, critic=_critic(config))
     formed = "weights, optimizer and export, with those of a critic"
     if _has_reference(config) and config.algorithm.kl.reference_decay < 1:
         one += memory_use.weights_bytes(shape, config.model)

@@ -30,6 +30,14 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left.to(dtype), right.to(dtype))
 
 
+def add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `sums` in place, without a copy of its size for the product."""
+    if sums.is_cuda and sums.dtype != left.dtype:
+        torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)  # torch has none of it on CPUs
+    else:
+        sums.addmm_(left.to(sums.dtype), right.to(sums.dtype))
+
+
 def logits_of(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
     """hidden @ weight.T / temperature, in at least float32."""
     if temperature != 1.0 and hidden_CD.dtype == torch.promote_types(hidden_CD.dtype, torch.float32):
@@ -187,7 +195,7 @@ class TokenLogprobs(torch.autograd.Function):
             logits_CV = None
             torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])
             if sums_VD is not None:
-                sums_VD += product(logit_gradient_CV.T, hidden_TD[part])
+                add_product(sums_VD, logit_gradient_CV.T, hidden_TD[part])
         weight_gradient_VD = None if sums_VD is None else sums_VD.to(weight_VD.dtype)
         return hidden_gradient_TD, weight_gradient_VD, None, None, None, None, None, None
 

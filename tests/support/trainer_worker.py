@@ -690,13 +690,15 @@ def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
     chosen = {"logprob_chunk_tokens": 8, "optimizer": OptimizerConfig(**optimizer)}
     learner = learner.model_copy(update=chosen)
     shape = read_trained_shape(model, learner) if model.lora else read_model(model)[1]
-    parts = Rank(shape, model, learner).parts(
+    rank = Rank(shape, model, learner)
+    parts = rank.parts(
         reference=None if has_critic or shape.adapter else shape,
         critic=learner.optimizer if has_critic else None,
     )
     planned = {part.name: part.size_bytes for part in parts}
     trainer.close()
-    return {"done": torch.zeros(1)}, {"peak": held.peak, "resting": resting, "plan": planned}
+    report = {"peak": held.peak, "resting": resting, "plan": planned}
+    return {"done": torch.zeros(1)}, report | {"policy": rank.resting(learner.optimizer)}
 
 
 def enter(network: str) -> None:

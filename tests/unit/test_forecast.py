@@ -21,10 +21,10 @@ from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.hosting import machine
 from asyncrl.hosting.machine import Machine, read_model
-from asyncrl.hosting.memory_use import ModelShape, checkpoint_bytes
+from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.placement import placement_of
 from asyncrl.preflight import fit
-from asyncrl.preflight.forecast import Forecast, forecast
+from asyncrl.preflight.forecast import Forecast, checkpoint_bytes, forecast
 from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.trainer.kept import counted
@@ -196,7 +196,7 @@ def test_memory_of_float32_on_a_cpu_by_hand():
     norm = 3 * 4 * 288  # in float32: input, normalised input, output
     kept = 6 * (2 * norm + 4 * (5 * 576 + 4 * 768) + 64) + norm
     assert plan["activations"] == 1000 * kept + 100 * 32000 * 3 * 4
-    assert plan["output layer"] == 8 * 32000 * 288
+    assert plan["output layer"] == 4 * 32000 * 288  # it is tied, but there are more activations than 8 of it
     assert plan["one rank"] == 16 * n + plan["activations"] + plan["output layer"]
     assert plan["KV of a sequence"] == 2 * 6 * 576 * 4 * 200
     assert plan["full sequences in KV"] == GIB // 2 // (2 * 6 * 576 * 4 * 200)
@@ -633,7 +633,7 @@ def test_a_rank_of_8b_under_zero_3_by_hand():
     layer = 2 * norm + 2 * (3 * 4096 + 2 * 1024 + 4 * 14336) + 64
     activations = 16384 * (32 * 2 * 4096 + layer + norm) + 1024 * 128256 * 3 * 4
     buffers = 2 * (500_000_000 + 1_000_000_000)  # a bucket of gradients, gathered weights
-    head = 8 * 128256 * 4096 - 2 * n / 6  # in place of the gradients of one backward pass
+    head = (4 + 2) * 128256 * 4096 - 2 * n / 6  # in place of the gradients of one backward pass
     published = 2 * 2 * n
     assert plan["buffers"] == buffers and plan["activations"] == activations
     assert plan["output layer"] == pytest.approx(head, abs=1)
