@@ -23,6 +23,8 @@ from asyncrl.errors import DataError, RowsChanged, install_command
 from asyncrl.files import CURES
 
 Row = Mapping[str, Any]
+# Arrow's and numpy's names of floats of less than 64 bits.
+NARROW = {"float": "float32", "halffloat": "float16"}
 FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
 # Characters of a value in a CSV file; the default of the library is less than a long prompt.
 LONGEST_FIELD = (1 << 31) - 1
@@ -243,7 +245,8 @@ def arrow_rows(dataset: Any, source: str) -> Lazy:
     # As Arrow: `datasets` would decode each image.
     found = dataset.with_format("arrow")
     # The loader of `datasets` keeps values of several types as JSON.
-    kinds = {one.name: one.type for one in dataset.features.arrow_schema if "arrow.json" in str(one.type)}
+    kept = {one.name: one.type for one in dataset.features.arrow_schema}
+    kinds = {name: kind for name, kind in kept.items() if "arrow.json" in str(kind) or "float" in str(kind)}
 
     def parsed(row: Row) -> Row:
         row = with_sparse_messages(row)
@@ -260,11 +263,18 @@ def arrow_rows(dataset: Any, source: str) -> Lazy:
 
 
 def _parsed(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type with the JSON in it parsed; what is no JSON stays text."""
+    """Return a value of an Arrow type with the JSON in it parsed; what is no JSON stays text.
+
+    A float has the digits that its own width needs: 0.1 in 32 bits is not 0.10000000149011612.
+    """
     if isinstance(value, dict):
         return {name: _parsed(one, kind.field(name).type) for name, one in value.items()}
     if isinstance(value, list):
         return [_parsed(one, kind.value_type) for one in value]
+    if isinstance(value, float) and str(kind) in NARROW and not value.is_integer():
+        import numpy as np
+
+        return float(str(np.dtype(NARROW[str(kind)]).type(value)))
     with suppress(ValueError, RecursionError):
         return json.loads(value) if isinstance(value, str) and "arrow.json" in str(kind) else value
     return value

@@ -88,6 +88,26 @@ def test_a_directory_of_save_to_disk_is_refused_with_what_to_do(tmp_path):
         load_rows(str(tmp_path / "saved"))
 
 
+def test_narrow_floats_of_parquet_have_the_digits_of_their_width(tmp_path):
+    """A reward that compares texts would find 0.10000000149011612 in place of the 0.1 that was written."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values = [0.1, -2.7182817, 1e-07, 16777216.0, float("inf"), None]
+    columns = {
+        "single": pyarrow.array(values, pyarrow.float32()),
+        "half": pyarrow.array([0.1, 65504.0, None, None, None, -0.5], pyarrow.float16()),
+        "double": pyarrow.array([0.1 + 0.2] * 6, pyarrow.float64()),
+        "inside": pyarrow.array(
+            [{"scores": [0.1, 0.3]}] * 6, pyarrow.struct([("scores", pyarrow.list_(pyarrow.float32()))])
+        ),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    rows = [*load_rows(str(tmp_path / "rows.parquet"))]
+    assert [row["single"] for row in rows] == values
+    assert [row["half"] for row in rows] == [0.1, 65504.0, None, None, None, -0.5]
+    assert {row["double"] for row in rows} == {0.1 + 0.2}
+    assert rows[0]["inside"] == {"scores": [0.1, 0.3]}
+
+
 def test_parquet_that_python_has_no_values_for_is_named(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     bad = pyarrow.array([b"ok", b"\xff"]).view(pyarrow.string())
