@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from asyncrl.algo.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
-from asyncrl.config.base import Choice, Part, marked
-from asyncrl.config.resume import REFUSED, refused
+from asyncrl.config.base import REFUSED, Choice, Part, marked, refused
 
 ANY_SETTINGS = {"type": "object", "additionalProperties": True}
 

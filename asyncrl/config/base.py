@@ -21,6 +21,11 @@ Keys = tuple[str | int, ...]
 # Context of a validation that checks each section, but not whether they agree.
 SECTIONS_ONLY = "sections only"
 LARGEST = 1 << 53
+# Marks of a key that must not change when a run is resumed. The key defines the run: with another value it is
+# another run.
+OTHER_RUN = "another run"
+# The weights would fit the new value, but other parts of the checkpoint would not.
+REFUSED = "refused"
 
 
 def marked(**marks: Any) -> Any:
@@ -29,9 +34,14 @@ def marked(**marks: Any) -> Any:
     Args:
         kind: kind of function that a `Choice` names (see `registry`).
         stand_in: value in place of a missing one, with which the rest of a config can be checked.
-        resume: why the key must not change when a run is resumed (see `resume`).
+        resume: how strictly the key must not change when a run is resumed, and why.
     """
     return Field(json_schema_extra=marks)
+
+
+def refused(why: str) -> Any:
+    """Return the mark of a field that must not change for this reason."""
+    return marked(resume=(REFUSED, why))
 
 
 class Part(BaseModel):

@@ -16,10 +16,9 @@ from asyncrl.algo.ranges import (
 )
 from asyncrl.config.addresses import one_address, one_interface
 from asyncrl.config.algorithm import ANY_SETTINGS, OptimizerConfig
-from asyncrl.config.base import Choice, Part, marked
+from asyncrl.config.base import OTHER_RUN, Choice, Part, marked, refused
 from asyncrl.config.checkpoint_section import StopConfig
 from asyncrl.config.data_section import PROMPT
-from asyncrl.config.resume import OTHER_RUN, refused
 from asyncrl.errors import DataError
 
 _TOKENS = (

@@ -10,10 +10,9 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from asyncrl.algo.ranges import PositiveInt
 from asyncrl.config import named_files
 from asyncrl.config.algorithm import ANY_SETTINGS, ReferenceConfig
-from asyncrl.config.base import Mistake, Part, Root, broken, marked
+from asyncrl.config.base import OTHER_RUN, Mistake, Part, Root, broken, marked
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.model_files import Unusable, read_settings
-from asyncrl.config.resume import OTHER_RUN
 from asyncrl.config.run_fields import RunConfig
 from asyncrl.config.schema import OTHER_NAMES
 from asyncrl.config.sections import LoraConfig, ModelConfig, TelemetryConfig
