@@ -25,10 +25,10 @@ from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
 from asyncrl.data.file_tokenizer import FileTokenizer
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.images import image_bytes
-from asyncrl.data.mixture import make_mixture
 from asyncrl.data.reader import PromptReader, taken_answers
 from asyncrl.data.row_files import Row
 from asyncrl.data.row_functions import load_parts
+from asyncrl.data.sample_plan import make_mixture
 from asyncrl.errors import DataError, RenderError
 from asyncrl.hosting.progress import beat
 from asyncrl.session.base import without_stop

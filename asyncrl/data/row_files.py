@@ -272,11 +272,12 @@ def _parsed(value: Any, kind: Any) -> Any:
 
 def with_sparse_messages(row: Row) -> Row:
     """Return the row with chat messages without nulls: a column of Arrow gives each message all keys."""
-    return {name: _sparse(value) if _is_chat(value) else value for name, value in row.items()}
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+    return {
+        name: _sparse(value)
+        if isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+        else value
+        for name, value in row.items()
+    }
 
 
 def _sparse(value: Any) -> Any:
