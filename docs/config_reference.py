@@ -15,8 +15,7 @@ from asyncrl.config.algorithm import ReferenceConfig
 from asyncrl.config.base import Choice, Keys, Part
 from asyncrl.config.checkpoint_section import HubConfig, StopConfig
 from asyncrl.config.document import keys_of
-from asyncrl.config.outline import all_paths, kind_at, known_keys, schema_at
-from asyncrl.config.resume import bound
+from asyncrl.config.outline import all_paths, bound, kind_at, known_keys, schema_at
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import describe
 

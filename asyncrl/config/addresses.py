@@ -18,7 +18,7 @@ def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     address = _address(host)
-    return address is not None and (address.is_loopback or _mapped(address).is_loopback)
+    return address is not None and address.is_loopback
 
 
 def stays_here(url: str) -> bool:
@@ -32,7 +32,7 @@ def is_everywhere(host: str) -> bool:
     if host in ("", "*"):
         return True
     address = _address(host)
-    return address is not None and (address.is_unspecified or _mapped(address).is_unspecified)
+    return address is not None and address.is_unspecified
 
 
 def one_interface(host: str) -> str:
@@ -89,16 +89,15 @@ def insecurities(url: str) -> Iterator[str]:
             yield f"{name}={asked[name][-1]} lets any server pose as the store: {cure}"
 
 
-def _mapped(address: Address) -> Address:
-    """Return the IPv4 address inside an IPv4-mapped IPv6 address, and any other address unchanged."""
-    return (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
-
-
 def _address(host: str) -> Address | None:
-    """Parse an address; return None for a name. Like the system, accept 0, 0x7f.1 and 127.1."""
+    """Parse an address; return None for a name. Like the system, accept 0, 0x7f.1 and 127.1.
+
+    An IPv4 address that is mapped to IPv6 is itself.
+    """
     bare = host.removeprefix("[").removesuffix("]").partition("%")[0]
     with suppress(ValueError):
-        return ipaddress.ip_address(bare)
+        address = ipaddress.ip_address(bare)
+        return getattr(address, "ipv4_mapped", None) or address
     with suppress(OSError):
         return ipaddress.IPv4Address(socket.inet_aton(bare))
     return None

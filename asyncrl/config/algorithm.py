@@ -3,13 +3,10 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, WithJsonSchema
+from pydantic import Field
 
 from asyncrl.algo.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
-from asyncrl.config.base import Choice, Part, marked
-from asyncrl.config.resume import REFUSED, refused
-
-ANY_SETTINGS = {"type": "object", "additionalProperties": True}
+from asyncrl.config.base import REFUSED, Choice, Part, Settings, marked, refused
 
 _TEACHER = refused("the training so far was held to the other reference")
 
@@ -144,9 +141,7 @@ class OptimizerConfig(Part):
     """Optimizer steps of linear rise to `lr`; below 1 a share of all."""
     schedule: Schedule = "constant"
     """Schedule of transformers after the warm-up, until `learner.steps`."""
-    schedule_arguments: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(
-        default_factory=dict
-    )
+    schedule_arguments: Settings = Field(default_factory=dict)
     """Arguments of the schedule, such as `num_decay_steps`."""
     max_grad_norm: Positive = 1.0
     """Norm to which a larger gradient is scaled down."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from asyncrl.config import registry
 from asyncrl.config.algorithm import CriticConfig, KLConfig, OptimizerConfig
-from asyncrl.config.base import Choice, Mistake, broken
+from asyncrl.config.base import Choice, Mistake, broken, clash
 from asyncrl.config.reward_section import TEACHER_NAME, reward_parts
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import BatchConfig, LearnerConfig
@@ -26,36 +26,32 @@ PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 
 
 def _groups_can_be_compared(run: RunFields) -> Iterator[Mistake]:
-    batch, missing = run.batch, run.batch.missing_episodes
+    batch, missing, advantage = run.batch, run.batch.missing_episodes, "algorithm.advantage"
     name, params = run.algorithm.advantage.name, run.algorithm.advantage.params
     compares = name in GROUP_ADVANTAGES and params.get("threshold") is None
     if batch.group_size == 1 and (compares or (name == "distill" and params.get("reward"))):
-        text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; use "
-        yield broken("batch.group_size algorithm.advantage", f"{text}group_size >= 2 or another advantage")
-    key, found = "batch.missing_episodes", f"batch.missing_episodes is {missing}"
+        yield clash("batch.group_size", 1, advantage, f"is {name}, which compares rollouts of one group")
     if missing >= batch.group_size:
-        text = f"{found}, but of batch.group_size {batch.group_size} at least one episode must be left"
-        yield broken(f"{key} batch.group_size", f"{text}; allowed is at most {batch.group_size - 1}")
+        why = f"is {batch.group_size}, of which at least one episode must be left"
+        yield clash("batch.missing_episodes", missing, "batch.group_size", why)
     if missing and name == "grpo_passk":
-        text = f"{found}, but advantage `{name}` maximises pass@k, where k is the size of a whole group"
-        yield broken(f"{key} algorithm.advantage", f"{text}; set it to 0, or take grpo or rloo")
+        why = f"is {name}, which maximises pass@k, where k is the size of a whole group"
+        yield clash("batch.missing_episodes", missing, advantage, why)
     needed = registry.NEEDS.get(("advantage", name), frozenset())
     if run.environment.command and "turn_states_K" in needed:
-        text = f"algorithm.advantage is {name}, which compares turns from the same state, but an agent "
-        text += "(environment.command) names no states; take rloo or grpo"
-        yield broken("algorithm.advantage environment.command", text)
+        why = "is an agent, which names no states, and turns from the same state are compared"
+        yield clash(advantage, name, "environment.command", why)
     if not run.environment.is_used and needed & registry.OF_TURNS:
-        text = f"algorithm.advantage is {name}, which needs rewards or states of turns, but there is no "
-        text += "environment to give them; set environment.uses, or take rloo or grpo"
-        yield broken("algorithm.advantage environment.uses", text)
+        why = "is not set, and only an environment gives rewards or states of turns"
+        yield clash(advantage, name, "environment.uses", why)
 
 
 def episodes_can_fail(run: RunFields) -> Iterator[Mistake]:
     """A rule of the run: of several sources, one with an environment is enough."""
     key, missing = "batch.missing_episodes", run.batch.missing_episodes
     if missing and not any(one.environment.is_used for one in run.training):
-        text = f"{key} is {missing}, but only episodes of an environment can fail alone; drop it, or name an "
-        yield broken(f"{key} environment.uses data.train", f"{text}environment")
+        why = "names no environment, and only episodes can fail alone"
+        yield clash(key, missing, "environment.uses data.train", why)
 
 
 def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
@@ -74,9 +70,8 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
             text += "correction, policy_loss: truncated_reinforce, or max_lag: 0"
             yield broken(f"{proximal} algorithm.policy_loss staleness.max_lag", text)
         if algorithm.rejections:
-            text = f"algorithm.rejections compare proximal and behaviour policy, but {proximal} is behaviour,"
-            text += " the same; drop them, or set proximal: recompute"
-            yield broken(f"algorithm.rejections {proximal}", text)
+            why = "is behaviour, so the policies that they compare are the same"
+            yield clash("algorithm.rejections", "set", proximal, why)
     elif correction == "none" and ages and not _is_own(algorithm.policy_loss):
         keys = f"algorithm.correction {proximal} algorithm.policy_loss staleness.max_lag"
         text = f"algorithm.correction is none, but {proximal} is {algorithm.proximal}, whose loss leaves the "
@@ -99,8 +94,8 @@ def _pairs_are_trained_whole(run: RunFields) -> Iterator[Mistake]:
     name, policy = algorithm.advantage.name, run.staleness.policy
     sees_rewards = name in registry.ON_PAIRS or name == "distill"
     if sees_rewards and algorithm.kl.coefficient and algorithm.kl.placement == "reward":
-        text = f"algorithm.kl.placement is reward, but advantage `{name}` has its own use of the reference"
-        yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss, or coefficient: 0")
+        why = f"is {name}, which has its own use of the reference"
+        yield clash("algorithm.kl.placement", "reward", key, why)
     reason = f"advantage `{name}` is the gradient of a loss on whole episodes, at the weights before a step"
     wanted: tuple[tuple[str, object, object], ...] = (
         ("algorithm.policy_loss", algorithm.policy_loss.name, "reinforce"),
@@ -129,13 +124,12 @@ def _interpolation_saves_something(run: RunFields) -> Iterator[Mistake]:
             text += "log_linear gives them during the step; set recompute, or drop m2po and normalise"
             yield broken(f"{at}.normalise {at} {key}", text)
     if run.batch.optimizer_steps == 1:
-        text = f"{key} is log_linear, but with one optimizer step per batch (batch.minibatches * epochs) the "
-        text += "exact proximal policy costs no forward pass; set proximal: recompute"
-        yield broken(f"{key} batch.minibatches batch.epochs", text)
+        why = "* epochs is 1, and with one optimizer step the exact policy costs no forward pass"
+        yield clash(key, "log_linear", "batch.minibatches batch.epochs", why)
     if run.staleness.max_lag == 0:
-        text = f"{key} is log_linear, which is the behaviour policy itself at staleness.max_lag 0; set "
-        text += "proximal: behaviour with correction: none, or recompute"
-        yield broken(f"{key} staleness.max_lag", text)
+        yield clash(
+            key, "log_linear", "staleness.max_lag", "is 0, at which it is the behaviour policy itself"
+        )
 
 
 def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
@@ -145,13 +139,14 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
     for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
         found, is_read = getattr(kl, key), has_reference and key in ("estimator", "reference_decay")
         if found != getattr(KLConfig(), key) and not kl.coefficient and not is_read:
-            text = f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient is "
-            text += "0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it"
-            yield broken(f"algorithm.kl.{key} algorithm.kl.coefficient", text)
+            found, why = (
+                getattr(found, "name", found),
+                "is 0 and stays so: there is no reference model (0.001 gives one)",
+            )
+            yield clash(f"algorithm.kl.{key}", found, "algorithm.kl.coefficient", why)
     if reference and not (kl.coefficient or has_reference):
-        text = f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses "
-        text += "a reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
-        yield broken("algorithm.reference algorithm.kl.coefficient algorithm.advantage", text)
+        why = f"is 0, and advantage `{advantage.name}` needs no reference"
+        yield clash("algorithm.reference", "set", "algorithm.kl.coefficient algorithm.advantage", why)
     if reference and reference.path is None and reference.template is None:
         text = "algorithm.reference has no path, so it is model.path, and reads what the policy reads; set "
         yield broken("algorithm.reference", f"{text}path, or template, or drop it")
@@ -159,13 +154,13 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
         text = "algorithm.reference has no path, so the teacher is model.path without model.lora.start, and "
         text += "would draw the policy back to it; set the path of a whole model (`asyncrl export --merge`)"
         yield broken("algorithm.reference model.lora.start", text)
-    key = "algorithm.kl.reference_decay"
-    if reference and kl.reference_decay < 1:
-        text = f"algorithm.reference is a model of its own, and {key} would mix the policy's weights into it"
-        yield broken(f"algorithm.reference {key}", f"{text}; drop one of them")
-    if run.model.lora is not None and kl.reference_decay != 1:
-        text = f"{key} is {kl.reference_decay:g}, but with model.lora the reference is the policy as it "
-        yield broken(f"{key} model.lora", f"{text}began, which does not move; drop {key}, or model.lora")
+    decay, key = kl.reference_decay, "algorithm.kl.reference_decay"
+    if reference and decay < 1:
+        why = f"is {decay:g} and would mix the policy's weights into it"
+        yield clash("algorithm.reference", "a model of its own", key, why)
+    if run.model.lora is not None and decay != 1:
+        why = "is set: the reference is the policy as it began, which does not move"
+        yield clash(key, f"{decay:g}", "model.lora", why)
 
 
 def _a_scorer_can_teach(run: RunFields) -> Iterator[Mistake]:
@@ -178,15 +173,13 @@ def _a_scorer_can_teach(run: RunFields) -> Iterator[Mistake]:
         (TEACHER_NAME in run.scorers, f"scorers.{TEACHER_NAME}", "has the name of the teacher's processes"),
     ):
         if teacher and teacher.scorers and is_wrong:
-            text = f"{key} is {teacher.scorers}, but {other} {found}; change it, or drop {key}"
-            yield broken(f"{key} {other}", text)
-    told = "algorithm.reference.template"
+            yield clash(key, teacher.scorers, other, found)
+    template = "algorithm.reference.template"
     if teacher and teacher.template is not None and not teacher.scorers:
-        text = f"{told} is set, but {key} is 0, and in the learner a teacher reads what the policy reads"
-        yield broken(f"{told} {key}", f"{text}; set it to 1, or drop {told}")
+        yield clash(template, "set", key, "is 0, and in the learner a teacher reads what the policy reads")
     if teacher and teacher.template is not None and run.environment.is_used:
-        text = f"{told} stands in place of the prompt of a row, and episodes have many; drop it, or the "
-        yield broken(f"{told} environment.uses", f"{text}environment")
+        why = "is set, and the template stands in place of one prompt, of which episodes have many"
+        yield clash(template, "set", "environment.uses", why)
 
 
 def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
@@ -198,8 +191,7 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
         text += "true, or placement: reward"
         yield broken(f"{key} {corrected} {placement} algorithm.kl.coefficient", text)
     if kl.bias_corrected and kl.placement == "reward":
-        text = f"{corrected} is true, but {placement} is reward, where the KL has no gradient; drop it, or "
-        yield broken(f"{corrected} {placement}", f"{text}set placement: loss")
+        yield clash(corrected, "true", placement, "is reward, where the KL has no gradient")
     if kl.coefficient and kl.placement == "reward" and name in PLAIN:
         text = f"{key} is {name}, which differs from {PLAIN[name]} in its gradient only, and the reward uses "
         text += f"the value only; set {PLAIN[name]}"
@@ -208,9 +200,8 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
     for section, name, keys in ((kl, "kl", ("horizon",)), (entropy, "entropy", ("step", "maximum"))):
         for unread in keys if section.target is None else ():
             if (found := getattr(section, unread)) != type(section).model_fields[unread].default:
-                at, target = f"algorithm.{name}.{unread}", f"algorithm.{name}.target"
-                text = f"{at} is {found:g}, but without {target} the coefficient stays as it is; set "
-                yield broken(f"{at} {target}", f"{text}{target}, or drop it")
+                at, why = f"algorithm.{name}.{unread}", "is not set: the coefficient stays as it is"
+                yield clash(at, f"{found:g}", f"algorithm.{name}.target", why)
     if entropy.target is not None and not 0 <= entropy.coefficient <= entropy.maximum:
         text = f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive "
         text += f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed "
@@ -232,15 +223,13 @@ def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
     yield from wrong
     is_own, has_critic = _is_own(advantage), "values_T" in needed
     if lora is not None and has_critic:
-        text = f"{key} is {advantage.name}, whose critic would train all its weights beside model.lora"
-        yield broken(f"{key} model.lora", f"{text}; choose one without, such as rloo")
+        yield clash(key, advantage.name, "model.lora", "is set, and its critic would train all its weights")
     if not has_critic and not is_own and run.critic != CriticConfig():
-        text = f"critic is set, but advantage `{advantage.name}` needs no values, so there is none; drop the "
-        yield broken(f"critic {key}", f"{text}section or set {key}: gae")
-    if has_critic and not is_own and run.critic.warmup_steps >= run.learner.steps:
-        text = f"critic.warmup_steps is {run.critic.warmup_steps} of {run.learner.steps} steps "
-        text += "(learner.steps): the policy would never learn; lower it"
-        yield broken("critic.warmup_steps learner.steps", text)
+        yield clash("critic", "set", key, f"is {advantage.name}, which needs no values (gae does)")
+    warmup, steps = run.critic.warmup_steps, run.learner.steps
+    if has_critic and not is_own and warmup >= steps:
+        why = f"is {steps}: the policy would never learn"
+        yield clash("critic.warmup_steps", warmup, "learner.steps", why)
 
 
 def _corrections(run: RunFields) -> dict[str, Choice]:
@@ -284,11 +273,11 @@ def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
     if algorithm.advantage.name != "gdpo":
         return
     if algorithm.shaping:
-        text = "algorithm.shaping changes the sum of the reward, but advantage `gdpo` sees its parts"
-        yield broken(f"algorithm.shaping {key}", f"{text}; make it a reward function")
+        why = "is gdpo, which sees the parts of the reward and not their sum; make it a reward function"
+        yield clash("algorithm.shaping", "set", key, why)
     if algorithm.kl.placement == "reward":
-        text = "algorithm.kl.placement is reward, but advantage `gdpo` sees only the parts of the reward"
-        yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss")
+        why = "is gdpo, which sees only the parts of the reward"
+        yield clash("algorithm.kl.placement", "reward", key, why)
 
 
 def _rows_are_tracked(run: RunFields) -> Iterator[Mistake]:
@@ -348,8 +337,7 @@ def _an_optimizer_gets_what_it_steps(run: RunFields) -> Iterator[Mistake]:
         if kind == "muon" and stage > half:
             yield broken(keys, f"{text}{int(half)}, or kind: adamw")
         if kind != "adamw" and offload:
-            text = f"{where}.kind is {kind}, but learner.offload_optimizer steps AdamW only; set kind: adamw"
-            yield broken(f"{where}.kind learner.offload_optimizer", f"{text}, or drop it")
+            yield clash(f"{where}.kind", kind, "learner.offload_optimizer", "steps AdamW only")
     # DeepSpeed's stages 1 and 2 keep a gradient that is not finite in host memory for all later steps.
     if offload and stage != 3:
         text = f"learner.offload_optimizer is true, but learner.zero_stage is {stage}, with which DeepSpeed "
@@ -357,8 +345,8 @@ def _an_optimizer_gets_what_it_steps(run: RunFields) -> Iterator[Mistake]:
         text += "rank too, or drop offload_optimizer"
         yield broken("learner.offload_optimizer learner.zero_stage", text)
     if offload and run.learner.device == "cpu":
-        text = "learner.offload_optimizer is true, but on learner.device cpu all is in host memory; drop it"
-        yield broken("learner.offload_optimizer learner.device", text)
+        why = "is cpu, where all is in host memory"
+        yield clash("learner.offload_optimizer", "true", "learner.device", why)
 
 
 def _rates_fall(run: RunFields) -> Iterator[Mistake]:
@@ -369,9 +357,8 @@ def _rates_fall(run: RunFields) -> Iterator[Mistake]:
             text = f"{where}.warmup_steps is {optimizer.warmup_steps} of {formed}: the rate would never fall"
             yield broken(keys, f"{text}; lower it, or drop schedule")
         if optimizer.schedule == "constant" and optimizer.schedule_arguments:
-            text = f"{where}.schedule_arguments has {', '.join(optimizer.schedule_arguments)}, but {where}."
-            text += "schedule is constant; set one that takes it, or drop it"
-            yield broken(f"{where}.schedule_arguments {where}.schedule", text)
+            given = ", ".join(optimizer.schedule_arguments)
+            yield clash(f"{where}.schedule_arguments", given, f"{where}.schedule", "is constant")
 
 
 def _is_own(choice: Choice) -> bool:

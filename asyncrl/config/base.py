@@ -16,11 +16,18 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 
+# Arguments of what is not ours, by name.
+Settings = Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})]
 # The path to a value: keys of sections and indices of lists.
 Keys = tuple[str | int, ...]
 # Context of a validation that checks each section, but not whether they agree.
 SECTIONS_ONLY = "sections only"
 LARGEST = 1 << 53
+# Marks of a key that must not change when a run is resumed. The key defines the run: with another value it is
+# another run.
+OTHER_RUN = "another run"
+# The weights would fit the new value, but other parts of the checkpoint would not.
+REFUSED = "refused"
 
 
 def marked(**marks: Any) -> Any:
@@ -29,9 +36,14 @@ def marked(**marks: Any) -> Any:
     Args:
         kind: kind of function that a `Choice` names (see `registry`).
         stand_in: value in place of a missing one, with which the rest of a config can be checked.
-        resume: why the key must not change when a run is resumed (see `resume`).
+        resume: how strictly the key must not change when a run is resumed, and why.
     """
     return Field(json_schema_extra=marks)
+
+
+def refused(why: str) -> Any:
+    """Return the mark of a field that must not change for this reason."""
+    return marked(resume=(REFUSED, why))
 
 
 class Part(BaseModel):
@@ -83,6 +95,15 @@ class Mistake(NamedTuple):
 def broken(keys: str, text: str) -> Mistake:
     """Return a mistake of keys that blanks divide."""
     return Mistake(tuple(keys.split()), text)
+
+
+def clash(key: str, found: object, other: str, text: str) -> Mistake:
+    """Return the mistake of a key that is `found`, which does not go with another one.
+
+    `text` says what the other key is, and why. Behind its name may be further keys that the mistake concerns.
+    """
+    but = f"{other.partition(' ')[0]} {text}"
+    return broken(f"{key} {other}", f"{key} is {found}, but {but}; change it, or drop {key}")
 
 
 class Mistakes(ValueError):

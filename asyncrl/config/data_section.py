@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, field_serializer
 
 from asyncrl.algo.ranges import Positive, PositiveInt, Samples
-from asyncrl.config.base import Part, marked
+from asyncrl.config.base import OTHER_RUN, Part, marked, refused
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.config.resume import OTHER_RUN, refused
 from asyncrl.config.reward_section import Functions
 
 # Marks of keys, also in other sections.

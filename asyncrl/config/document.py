@@ -135,8 +135,14 @@ def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, lis
             raise ConfigError(f"{file}  {IS_TOML}") from error
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and line_numbers else ""
-        said = error.problem or error.context
-        raise ConfigError(f"{file}{line}  is not YAML: {said}; {_advice(error)}") from error
+        said, advice = f"{error.problem} {error.context}", "check indentation, quotes and brackets on this "
+        advice += "line and the one above"
+        if "\\t" in said:
+            advice = "indent with spaces, not tabs"
+        elif "mapping values are not allowed" in said:
+            advice = "put text that holds `: ` in quotes, or check the indentation"
+        found = error.problem or error.context
+        raise ConfigError(f"{file}{line}  is not YAML: {found}; {advice}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}  is not YAML: {error}; save it as plain UTF-8 text") from error
     build = _Build(file, line_numbers)
@@ -205,44 +211,26 @@ class _Build:
         return f"{self.file}:{node.start_mark.line + 1}" if self.line_numbers else self.file
 
 
-def _advice(error: yaml.MarkedYAMLError) -> str:
-    text = f"{error.problem} {error.context}"
-    if "\\t" in text:
-        return "indent with spaces, not tabs"
-    if "mapping values are not allowed" in text:
-        return "put text that holds `: ` in quotes, or check the indentation"
-    return "check indentation, quotes and brackets on this line and the one above"
-
-
 def merge(model: type[Part], base: Node, over: Node, keys: Keys = ()) -> Node:
     """Merge `over` onto `base`: sections key by key, every other value as a whole.
 
     If a choice names another function, the parameters of the old function are dropped: they would not fit.
     """
-    if not isinstance(over.value, dict) or (kind_at(model, keys) and _renames(model, base, over, keys)):
+    if not isinstance(over.value, dict):
         return over
-    if any(isinstance(key, int) for key in over.value):
-        return _merge_item(model, base, over, keys)
-    merged = dict(base.value) if isinstance(base.value, dict) else {}
-    for key, child in over.value.items():
-        merged[key] = merge(model, merged.get(key, Node(None, over.place)), child, (*keys, key))
-    return Node(merged, over.place)
-
-
-def _renames(model: type[Part], base: Node, over: Node, keys: Keys) -> bool:
     old, new = base.children.get("name"), over.children.get("name")
-    return new is not None and new.value != (old.value if old else default_name(model, keys))
-
-
-def _merge_item(model: type[Part], base: Node, over: Node, keys: Keys) -> Node:
-    assert isinstance(over.value, dict)
-    items = list(base.value) if isinstance(base.value, list) else []
+    if kind_at(model, keys) and new and new.value != (old.value if old else default_name(model, keys)):
+        return over
+    is_list = any(isinstance(key, int) for key in over.value)
+    merged = dict(base.children) if isinstance(base.value, list if is_list else dict) else {}
     for key, child in over.value.items():
-        if not (isinstance(key, int) and key < len(items)):
-            text = f"found no such item; allowed is {f'0 to {len(items) - 1}' if items else 'the whole list'}"
-            raise ConfigError(str(Problem(over.place, (*keys, key), text)))
-        items[key] = merge(model, items[key], child, (*keys, key))
-    return Node(items, base.place)
+        if is_list and key not in merged:
+            allowed = f"0 to {len(merged) - 1}" if merged else "the whole list"
+            raise ConfigError(
+                str(Problem(over.place, (*keys, key), f"found no such item; allowed is {allowed}"))
+            )
+        merged[key] = merge(model, merged.get(key, Node(None, over.place)), child, (*keys, key))
+    return Node([*merged.values()], base.place) if is_list else Node(merged, over.place)
 
 
 def override(model: type[Part], text: str) -> Node:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from asyncrl.config import registry
 from asyncrl.config.base import SECTIONS_ONLY, Keys, Mistake, Mistakes, Root
 from asyncrl.config.document import Node, Problem, keys_of, merge, override, placed, read
-from asyncrl.config.outline import all_paths, default_name, kind_at, known_keys, schema_at
+from asyncrl.config.outline import all_paths, default_name, known_keys, schema_at
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import Schema, describe, did_you_mean, shown, wanted
 from asyncrl.errors import ConfigError
@@ -81,8 +81,7 @@ def read_draft(model: type[R], path: Path, overrides: Sequence[str] = ()) -> Dra
             root = Node(merge(model, root, override(model, text)).value, root.place)
         except ConfigError as error:
             problems.extend(Problem("", (), line) for line in str(error).splitlines())
-    root = _with_default_names(model, root)
-    problems += [*_misread(model, root), *_choice_problems(model, root)]
+    problems += _noticed(model, root)
     reported, wrong = {problem.keys for problem in problems}, list[Problem]()
     try:
         return Draft(path, root, problems, model.model_validate(root.plain()))
@@ -104,40 +103,35 @@ def _reading_order(problem: Problem) -> tuple[bool, str, int]:
     return (not line.isdecimal(), file, int(line) if line.isdecimal() else 0)
 
 
-def _with_default_names(model: type[Root], root: Node) -> Node:
-    """Add the default names of choices, so that `algorithm.advantage.scale=none` needs no name."""
-    for keys, node in list(root.walk()):
-        name = default_name(model, keys)
-        if name and isinstance(node.value, dict) and "name" not in node.value:
-            node.value["name"] = Node(name, node.place)
-    return root
+def _noticed(model: type[Root], root: Node) -> Iterator[Problem]:
+    """Find what pydantic would accept, and add the default names of choices.
 
-
-def _misread(model: type[Root], root: Node) -> Iterator[Problem]:
-    """Find booleans in place of numbers, which Python would accept as 0 and 1."""
-    for keys, node in root.walk():
-        schema = schema_at(model, keys) if isinstance(node.value, bool) else {}
+    That is a boolean in place of a number, which Python takes for 0 or 1, and every mistake in a chosen
+    function and its parameters. With a name, `algorithm.advantage.scale=none` is a choice.
+    """
+    for keys, node in [*root.walk()]:
+        schema = schema_at(model, keys)
         kinds = {one.get("type") for one in schema.get("anyOf", [schema])}
-        if kinds & {"integer", "number"} and "boolean" not in kinds:
+        if isinstance(node.value, bool) and kinds & {"integer", "number"} and "boolean" not in kinds:
             text = f"found {shown(node.value)}; allowed is {describe(schema)}; correct the value"
             yield Problem(node.place, keys, text)
-
-
-def _choice_problems(model: type[Root], root: Node) -> Iterator[Problem]:
-    """Find mistakes in the chosen functions and their parameters."""
-    for keys, node in root.walk():
-        kind = kind_at(model, keys)
-        params = node.plain() if kind else None
-        if kind is None or not isinstance(params, dict) or not isinstance(params.get("name"), str):
+        if "kind" not in schema or not isinstance(node.value, dict):
             continue
-        for mistake in registry.mistakes(kind, params.pop("name"), params):
-            problem = placed(mistake, node)
-            yield Problem(problem.place, (*keys, *problem.keys), problem.text)
+        if name := default_name(model, keys):
+            node.value.setdefault("name", Node(name, node.place))
+        params = node.plain()
+        if isinstance(params.get("name"), str):
+            for mistake in registry.mistakes(schema["kind"], params.pop("name"), params):
+                problem = placed(mistake, node)
+                yield Problem(problem.place, (*keys, *problem.keys), problem.text)
 
 
 def _repaired(model: type[R], root: Node, wrong: Iterable[Keys]) -> R | None:
-    """Return the config with defaults in place of the values at `wrong` and of any other invalid value."""
-    values = deepcopy(root.plain())
+    """Return the config with defaults in place of the values at `wrong` and of any other invalid value.
+
+    A missing key gets its stand-in; without one, the section that lacks it goes.
+    """
+    values = root.plain()
     for keys in wrong:
         _take_out(values, keys)
     for _ in range(ROUNDS):
@@ -145,20 +139,16 @@ def _repaired(model: type[R], root: Node, wrong: Iterable[Keys]) -> R | None:
             return model.model_validate(values, context=SECTIONS_ONLY)
         except ValidationError as error:
             for detail in error.errors():
-                _repair(model, values, _written(detail, values), missing=detail["type"] == "missing")
+                keys = _written(detail, values)
+                if detail["type"] != "missing":
+                    _take_out(values, keys)
+                elif "stand_in" in (schema := schema_at(model, keys)):
+                    _parent(values, keys)[keys[-1]] = deepcopy(schema["stand_in"])
+                elif len(keys) == 1:
+                    values[keys[0]] = {}
+                else:
+                    _take_out(values, keys[:-1])
     return None
-
-
-def _repair(model: type[Root], values: Any, keys: Keys, *, missing: bool) -> None:
-    """Fill a missing key with a stand-in, and remove a wrong value or a section that lacks another key."""
-    if not missing:
-        _take_out(values, keys)
-    elif "stand_in" in (schema := schema_at(model, keys)):
-        _parent(values, keys)[keys[-1]] = deepcopy(schema["stand_in"])
-    elif len(keys) == 1:
-        values[keys[0]] = {}
-    else:
-        _take_out(values, keys[:-1])
 
 
 def _take_out(values: Any, keys: Keys) -> None:
@@ -201,40 +191,35 @@ def panel(problems: Iterable[Problem | str], *, title: str) -> str:
     return "\n".join([f"{count} in {title}", *(f"  {line}" for line in lines)])
 
 
-def _problems_of(model: type[Root], detail: Any, root: Node) -> list[Problem]:
+def _problems_of(model: type[Root], detail: Any, root: Node) -> Iterator[Problem]:
     """Convert an error of pydantic to problems with places."""
     keys = _written(detail, root.plain())
     place, schema = root.nearest(keys).place, schema_at(model, keys)
     match detail["type"]:
         case "too_short" if detail["input"]:
-            return []  # A wrong item leaves the list short; the item is reported.
+            return  # A wrong item leaves the list short; the item is reported.
         case "extra_forbidden":
-            return [
-                Problem(place, keys, f"found an unknown key; {_suggest_key(model, keys)}", misplaced=True)
-            ]
+            yield Problem(place, keys, f"found an unknown key; {_suggest_key(model, keys)}", misplaced=True)
         case "missing" if keys[:-1] and root.nearest(keys[:-1]).plain() is None:
-            return []  # The section itself is reported.
+            return  # The section itself is reported.
         case "missing" if isinstance(keys[-1], int):
             keys, found = keys[:-1], root.nearest(keys[:-1]).plain()
             text = f"found {shown(found)}; allowed is {describe(schema_at(model, keys))}; correct the value"
-            return [Problem(place, keys, text, replaced=True)]
+            yield Problem(place, keys, text, replaced=True)
         case "missing":
             description = str(schema.get("description", "")).partition(". ")[0].rstrip(".")
             needed = description or describe(schema) or "a value"
-            return [Problem(place, keys, f"found nothing; it is needed: {needed}; add `{keys[-1]}: ...`")]
-        case "value_error":
-            error = detail["ctx"]["error"]
-            if isinstance(error, Mistakes):
+            yield Problem(place, keys, f"found nothing; it is needed: {needed}; add `{keys[-1]}: ...`")
+        case "value_error" if isinstance(error := detail["ctx"]["error"], Mistakes):
+            for mistake in error.mistakes:
                 # Functions of a source of data know their own section only.
-                return [
-                    Problem(place, keys, mistake.text)
-                    if keys and keys[0] != mistake.keys[0].partition(".")[0]
-                    else placed(mistake, root)
-                    for mistake in error.mistakes
-                ]
-            return [Problem(place, keys, str(error))]
-    text = f"found {shown(detail['input'])}; {_allowed(schema, detail)}"
-    return [Problem(place, keys, text, replaced=True)]
+                is_elsewhere = keys and keys[0] != mistake.keys[0].partition(".")[0]
+                yield Problem(place, keys, mistake.text) if is_elsewhere else placed(mistake, root)
+        case "value_error":
+            yield Problem(place, keys, str(detail["ctx"]["error"]))
+        case _:
+            text = f"found {shown(detail['input'])}; {_allowed(schema, detail)}"
+            yield Problem(place, keys, text, replaced=True)
 
 
 def _allowed(schema: Schema, detail: Any) -> str:

@@ -1,17 +1,37 @@
-"""What a model of a config says of its keys: their JSON schemas, with the marks of `base.marked`."""
+"""What a model of a config says of its keys: their JSON schemas, with the marks of `base.marked`.
+
+Among these is which keys may change when a run is resumed, and why the others may not. A checkpoint holds the
+values of those, which are compared with the config before anything is written or started.
+
+Groups that were sampled before a change are trained as they are. If they no longer fit (too long, too old,
+without the greedy reward), they are rejected, counted with the reason, and their credit is returned.
+"""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from asyncrl.config.base import Keys, Part
-from asyncrl.config.wording import Schema
+from asyncrl.config.base import REFUSED, Keys, Mistake, Part
+from asyncrl.config.wording import Schema, shown
 
 
 @functools.cache
-def _json_schema(model: type[Part]) -> Schema:
-    schema = model.model_json_schema()
-    return dict(_inlined(schema, schema.get("$defs", {})))
+def schema_at(model: type[Part], keys: Keys) -> Schema:
+    """Return the JSON schema of the value at `keys`, or an empty one if there is none."""
+    if not keys:
+        schema = model.model_json_schema()
+        return dict(_inlined(schema, schema.get("$defs", {})))
+    above, key = schema_at(model, keys[:-1]), keys[-1]
+    for option in above.get("anyOf", [above]):
+        if isinstance(key, int):
+            items = option.get("prefixItems", [])
+            found = items[key] if key < len(items) else option.get("items")
+        else:
+            found = option.get("properties", {}).get(key, option.get("additionalProperties"))
+        if isinstance(found, Mapping):
+            return found
+    return {}
 
 
 def _inlined(schema: Any, parts: Schema) -> Any:
@@ -23,22 +43,6 @@ def _inlined(schema: Any, parts: Schema) -> Any:
     referred = parts[schema["$ref"].rsplit("/", 1)[-1]] if "$ref" in schema else {}
     merged = {**referred, **schema}
     return {key: _inlined(value, parts) for key, value in merged.items() if key not in ("$ref", "$defs")}
-
-
-def schema_at(model: type[Part], keys: Keys) -> Schema:
-    """Return the JSON schema of the value at `keys`, or an empty one if there is none."""
-    schema = _json_schema(model)
-    for key in keys:
-        found = (_below(option, key) for option in schema.get("anyOf", [schema]))
-        schema = next((one for one in found if isinstance(one, Mapping)), {})
-    return schema
-
-
-def _below(schema: Schema, key: str | int) -> Any:
-    if isinstance(key, int):
-        items = schema.get("prefixItems", [])
-        return items[key] if key < len(items) else schema.get("items")
-    return schema.get("properties", {}).get(key, schema.get("additionalProperties"))
 
 
 def known_keys(model: type[Part], keys: Keys) -> list[str]:
@@ -71,3 +75,37 @@ def default_name(model: type[Part], keys: Keys) -> str | None:
     """Return the name of the function that is chosen at `keys` by default; None for items of lists."""
     schema = schema_at(model, keys)
     return schema["default"]["name"] if "kind" in schema and "default" in schema else None
+
+
+def bound(model: type[Part]) -> dict[str, tuple[str, str]]:
+    """Return the keys that must not change, with the kind of the reason and the reason."""
+    schemas = {path: schema_at(model, tuple(path.split("."))) for path in all_paths(model)}
+    return {path: schema["resume"] for path, schema in schemas.items() if "resume" in schema}
+
+
+def kept_values(config: Part) -> dict[str, Any]:
+    """Return the values of the keys that must not change, as JSON has them; None in a section left out."""
+    values: Any = config.model_dump(mode="json")
+    return {
+        key: functools.reduce(lambda part, name: (part or {}).get(name), key.split("."), values)
+        for key in bound(type(config))
+    }
+
+
+def resume_findings(
+    model: type[Part], saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: str
+) -> Iterator[Mistake]:
+    """Find every bound key that `values` changes. `weights` names the directory of the run's newest model."""
+    for key, (kind, why) in bound(model).items():
+        new = values[key]
+        old = saved.get(key, new)  # an earlier release did not record every key
+        # Two spellings of one path are the same model.
+        if old == new or (
+            key == "model.path" and Path(old).exists() and Path(new).exists() and Path(old).samefile(new)
+        ):
+            continue
+        cure = "begin another run (another run.name; or --fresh, which deletes this one)"
+        if kind == REFUSED:
+            cure = f"begin another run from its weights (another run.name, and model.path={weights})"
+        allowed = f"{shown(old)}, with which this run was begun: {why}"
+        yield Mistake((key,), f"found {shown(new)}; allowed is {allowed}; set it back, or {cure}")

@@ -12,11 +12,10 @@ from pydantic import AfterValidator, Field
 from asyncrl.algo.ranges import NonNegativeInt
 from asyncrl.config import sections
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
-from asyncrl.config.base import Part, Root, marked
+from asyncrl.config.base import OTHER_RUN, Part, Root, marked
 from asyncrl.config.checkpoint_section import CheckpointConfig
 from asyncrl.config.data_section import TICKET, DataConfig, DataSource, EvalSet
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.config.resume import OTHER_RUN
 from asyncrl.config.reward_section import RewardConfig, ScorerConfig, reward_parts
 from asyncrl.config.store import StoreConfig
 

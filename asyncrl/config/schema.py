@@ -11,8 +11,8 @@ from asyncrl.algo.staleness import lag_bound
 from asyncrl.config.base import Mistake, Root, judged
 from asyncrl.config.data_section import DataSource, EvalSet
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.outline import kept_values
 from asyncrl.config.registry import needs
-from asyncrl.config.resume import kept_values
 from asyncrl.config.reward_section import TEACHER_NAME, ModelJudge, RewardFunctionConfig, ScorerConfig
 from asyncrl.config.rules import RULES, RUN_RULES
 from asyncrl.config.run_fields import RunFields

@@ -8,8 +8,7 @@ from pydantic import AfterValidator, Field
 
 from asyncrl.algo.ranges import Positive, PositiveInt
 from asyncrl.config.addresses import one_address
-from asyncrl.config.base import Part
-from asyncrl.config.resume import refused
+from asyncrl.config.base import Part, refused
 from asyncrl.files import MOST_SOCKET_BYTES
 
 

@@ -13,50 +13,40 @@ TYPES = {
     "string": "text",
     "null": "null",
 }
+SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def describe(schema: Schema) -> str:
     """Say what a schema allows."""
-    if "anyOf" in schema:
-        return " or ".join(describe(choice) for choice in schema["anyOf"])
-    if "enum" in schema:
-        return "one of " + ", ".join(map(str, schema["enum"]))
-    if "const" in schema:
-        return str(schema["const"])
-    kind = schema.get("type")
-    if kind == "object" and "properties" not in schema:
-        values = schema["additionalProperties"]
-        return f"a map from text to {'any value' if values is True else describe(values)}"
-    if kind == "object":
-        return f"a section with {', '.join(schema.get('properties', {}))}"
-    if kind == "array":
-        return _described_list(schema)
-    words = [TYPES.get(str(kind), "another value"), *_bounds(schema)]
-    if "examples" in schema:
-        words.append(f"such as {schema['examples'][0]}")
-    elif "pattern" in schema:
-        words.append(f"matching `{schema['pattern']}`")
-    return " ".join(words)
+    match schema:
+        case {"anyOf": choices}:
+            return " or ".join(map(describe, choices))
+        case {"enum": values}:
+            return f"one of {', '.join(map(str, values))}"
+        case {"const": value}:
+            return str(value)
+        case {"type": "object", "properties": properties}:
+            return f"a section with {', '.join(properties)}"
+        case {"type": "object", "additionalProperties": values}:
+            return f"a map from text to {'any value' if values is True else describe(values)}"
+        case {"type": "array", "prefixItems": items}:
+            return f"a list of {len(items)}: {', '.join(map(describe, items))}"
+        case {"type": "array"}:
+            least = f"at least {schema['minItems']}: each " if "minItems" in schema else ""
+            return f"a list of {least}{describe(schema.get('items', {}))}"
+        case {"minimum": least, "maximum": most}:
+            bounds = [f"from {least} to {most}"]
+        case _:
+            bounds = [f"{sign} {schema[key]}" for key, sign in SIGNS.items() if key in schema]
+    such = [f"matching `{schema['pattern']}`"] if "pattern" in schema else []
+    such = [f"such as {schema['examples'][0]}"] if "examples" in schema else such
+    return " ".join([TYPES.get(schema.get("type", ""), "another value"), *bounds, *such])
 
 
 def wanted(schema: Schema, error: str) -> str:
     """Say what a schema allows, in answer to an error of pydantic of this type; an empty one allows all."""
     text = describe(schema) if schema else "a number"
     return text.replace("a number", "a finite number") if error == "finite_number" else text
-
-
-def _bounds(schema: Schema) -> list[str]:
-    if {"minimum", "maximum"} <= schema.keys():
-        return [f"from {schema['minimum']} to {schema['maximum']}"]
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    return [f"{sign} {schema[key]}" for key, sign in signs.items() if key in schema]
-
-
-def _described_list(schema: Schema) -> str:
-    if items := schema.get("prefixItems"):
-        return f"a list of {len(items)}: {', '.join(map(describe, items))}"
-    least = f"at least {schema['minItems']}: each " if "minItems" in schema else ""
-    return f"a list of {least}{describe(schema.get('items', {}))}"
 
 
 def shown(value: Any) -> str:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.algo.ranges import EQUAL, is_solved
 from asyncrl.config.schema import Config
-from asyncrl.data.mixture import Mixture, make_mixture
-from asyncrl.data.sample_plan import SamplePlan, rows_of
+from asyncrl.data.sample_plan import Mixture, SamplePlan, make_mixture, rows_of
 from asyncrl.errors import DataError
 from asyncrl.types import Group
 

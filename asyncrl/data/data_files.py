@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.resolved import eval_digest
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
+from asyncrl.data.dataset import fingerprint_of, fingerprints
 from asyncrl.data.row_functions import load_parts
 
 if TYPE_CHECKING:
-    from asyncrl.data.mixture import Mixture
+    from asyncrl.data.prompts import PromptSource
+    from asyncrl.data.sample_plan import Mixture
 
 
 class DataFiles:
@@ -42,21 +43,21 @@ class DataFiles:
 
     @cached_property
     def _train(self) -> tuple[list[int], str]:
-        data = self._config.data
-        rows = self._without_long[0] if self._drops else load_parts(data, data.train)
+        source, data = self._without_long, self._config.data
+        rows = source.rows if source else load_parts(data, data.train)
         return [len(part) for part in rows], fingerprint_of(data, rows)
 
     @cached_property
     def _mixture(self) -> "Mixture":
-        from asyncrl.data.mixture import make_mixture  # it imports NumPy
+        from asyncrl.data.sample_plan import make_mixture  # it imports NumPy
 
         return make_mixture(self._config.data, self.train_rows, seed=self._config.run.seed)
 
     @cached_property
     def held_out(self) -> list[tuple[int, str]]:
         """Number and fingerprint of the rows of each set of data.eval."""
-        data = self._config.data
-        sets = self._without_long[1] if self._drops else load_parts(data, data.eval)
+        source, data = self._without_long, self._config.data
+        sets = source.held_out if source else load_parts(data, data.eval)
         return [(len(rows), rows.fingerprint) for rows in sets]
 
     def asked(self, metric: str) -> str:
@@ -65,15 +66,11 @@ class DataFiles:
             return ""
         return f"{eval_digest(self._config, task)} {self.held_out[self._config.data.eval.index(task)][1]}"
 
-    @property
-    def _drops(self) -> bool:
-        return self._config.data.long_prompts == "drop"
-
     @cached_property
-    def _without_long(self) -> tuple[list[Rows], list[Rows]]:
+    def _without_long(self) -> "PromptSource | None":
+        if self._config.data.long_prompts != "drop":
+            return None
         # Only a tokenizer tells which rows are left; it is slow to import.
         from asyncrl.data.prompts import PromptSource
 
-        config = self._config
-        source = PromptSource.of(config)
-        return source.rows, source.held_out
+        return PromptSource.of(self._config)

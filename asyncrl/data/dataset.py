@@ -50,19 +50,12 @@ class Rows(Sequence[Row]):
             return parts[0]
         starts = [*accumulate((len(part) for part in parts), initial=0)]
 
-        def place(index: int) -> tuple["Rows", int]:
+        def at(index: int, read: Callable[["Rows", int], Any]) -> Any:
             part = bisect_right(starts, index) - 1
-            return parts[part], index - starts[part]
+            return read(parts[part], index - starts[part])
 
-        def row(index: int) -> Any:
-            part, at = place(index)
-            return part[at]
-
-        def origin(index: int) -> Origin:
-            part, at = place(index)
-            return part._origin(at)
-
-        return cls(Lazy(starts[-1], row, lambda: chain.from_iterable(parts)), source, origin=origin)
+        rows = Lazy(starts[-1], lambda index: at(index, cls.__getitem__), lambda: chain(*parts))
+        return cls(rows, source, origin=lambda index: at(index, lambda part, own: part._origin(own)))
 
     def only(self, indices: Sequence[int], rows: Sequence[Row] | None = None) -> "Rows":
         """Return the rows at these indices, which rise, or `rows` in place of them, with their places."""
@@ -142,7 +135,12 @@ def load_rows(source: str, split: str = "train") -> Rows:
     Raises DataError.
     """
     if source.startswith(SEEDS):
-        return Rows(_seeds(source), source)
+        count = source.removeprefix(SEEDS)
+        if not re.fullmatch("[1-9][0-9]{0,6}", count) or int(count) > MOST_SEEDS:
+            allowed = f"allowed is {SEEDS}N with N from 1 to {MOST_SEEDS:,}, for example {SEEDS}100000"
+            raise DataError(f"found {source:.40}; {allowed}")
+        made = stored(int(count), lambda start, stop: [{"seed": seed} for seed in range(start, stop)])
+        return Rows(made, source)
     if files := local_files(source):
         parts = [Rows(rows, str(path), lines) for path in files for rows, lines in [read_file(path)]]
         return Rows.joined(parts, source)
@@ -154,14 +152,6 @@ def load_rows(source: str, split: str = "train") -> Rows:
     # Paths in the rows of a directory are relative to it.
     name = f"{path}/" if path.is_dir() else source
     return Rows(_load_hub(source, split), f"{name} [{split}]")
-
-
-def _seeds(source: str) -> Sequence[Row]:
-    count = source.removeprefix(SEEDS)
-    if not re.fullmatch("[1-9][0-9]{0,6}", count) or int(count) > MOST_SEEDS:
-        allowed = f"allowed is {SEEDS}N with N from 1 to {MOST_SEEDS:,}, for example {SEEDS}100000"
-        raise DataError(f"found {source:.40}; {allowed}")
-    return stored(int(count), lambda start, stop: [{"seed": seed} for seed in range(start, stop)])
 
 
 def _load_hub(source: str, split: str) -> Sequence[Row]:

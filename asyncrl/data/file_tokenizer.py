@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -18,7 +17,10 @@ class FileTokenizer:
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._tokenizer.no_truncation()
         named = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-        self.bos_token, self.eos_token = (_text(named.get(key)) for key in ("bos_token", "eos_token"))
+        tokens = (named.get(key) for key in ("bos_token", "eos_token"))  # text, a mapping with it, or none
+        self.bos_token, self.eos_token = (
+            token["content"] if isinstance(token, dict) else token for token in tokens
+        )
         self.added_tokens_decoder = self._tokenizer.get_added_tokens_decoder()
 
     @property
@@ -30,9 +32,3 @@ class FileTokenizer:
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(one) or "" for one in ids]
-
-
-def _text(token: Any) -> str | None:
-    """Return a token of tokenizer_config.json, which is text, a mapping with it, or none."""
-    text = token["content"] if isinstance(token, dict) else token
-    return None if text is None else str(text)

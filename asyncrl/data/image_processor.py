@@ -19,8 +19,8 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
 from asyncrl.data.dataset import Rows
 from asyncrl.data.images import image_bytes, picture_of
-from asyncrl.data.mixture import make_mixture
 from asyncrl.data.row_functions import load_parts
+from asyncrl.data.sample_plan import make_mixture
 from asyncrl.engine.base import PromptImages
 from asyncrl.errors import DataError
 from asyncrl.types import Group
@@ -29,7 +29,7 @@ from asyncrl.types import Group
 DIGESTS = "image_digests"
 
 
-def digests_of(images: Sequence[bytes]) -> NDArray[np.uint64]:
+def _digests_of(images: Sequence[bytes]) -> NDArray[np.uint64]:
     """Return a digest of each image's bytes."""
     digests = b"".join(hashlib.blake2b(image, digest_size=8).digest() for image in images)
     return np.frombuffer(digests, dtype=np.uint64)
@@ -74,7 +74,7 @@ class ImageProcessor:
         return PromptImages(
             short_ids=self.short_ids(text),
             pictures=pictures,
-            digests=digests_of(images),
+            digests=_digests_of(images),
             inputs=lambda copies: self._inputs([list(pictures)] * copies),
         )
 
@@ -129,6 +129,6 @@ class LearnerImages:
         where = self._rows.place(index)
         images = image_bytes(self._rows[index], self._key, where, self._rows.directory(index))
         recorded = group.recorded.get(DIGESTS, np.zeros(0, dtype=np.uint64))
-        if not np.array_equal(digests_of(images), recorded):
+        if not np.array_equal(_digests_of(images), recorded):
             raise DataError(f"{where}: an image is not the one with which {group.generator_id} sampled")
         return images

@@ -25,10 +25,10 @@ from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
 from asyncrl.data.file_tokenizer import FileTokenizer
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.images import image_bytes
-from asyncrl.data.mixture import make_mixture
 from asyncrl.data.reader import PromptReader, taken_answers
 from asyncrl.data.row_files import Row
 from asyncrl.data.row_functions import load_parts
+from asyncrl.data.sample_plan import make_mixture
 from asyncrl.errors import DataError, RenderError
 from asyncrl.hosting.progress import beat
 from asyncrl.session.base import without_stop
@@ -142,14 +142,10 @@ class _Part:
                 return
 
     @property
-    def long(self) -> list[int]:
-        """The rows of those that were looked at whose prompts are above the limit."""
-        return [index for index, length in self.lengths.items() if length > self.limit]
-
-    @property
     def complaint(self) -> str:
         """Names the first prompts above the limit; empty if there are none."""
-        named = [f"{self.rows.place(index)}: {self.lengths[index]} tokens" for index in self.long]
+        long = {index: length for index, length in self.lengths.items() if length > self.limit}
+        named = [f"{self.rows.place(index)}: {length} tokens" for index, length in long.items()]
         shown = [*named[:_SHOWN], "..."] if len(named) > _SHOWN else named
         found = f"{len(named)} of {len(self.lengths)} of {self.rows.source}"
         return f"{found} ({', '.join(shown)})" if named else ""

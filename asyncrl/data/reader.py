@@ -116,8 +116,7 @@ class PromptReader:
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         system = self.data.system
-        has_own = system is None or messages[0]["role"] == "system"
-        if has_own:
+        if system is None or messages[0]["role"] == "system":
             return messages
         first = {"role": "system", "content": system}
         return [_in_parts(first) if self.data.images_key else first, *messages]

@@ -130,8 +130,9 @@ def _serve(channel: socket.socket) -> None:
         try:
             functions |= {key: load(name)} if name else {}
         except ImportError as error:
-            return _say(channel, {"key": key, "error": f"{name} cannot be loaded: {as_unicode(str(error))}"})
-    _say(channel, {"found": []})
+            said = f"{name} cannot be loaded: {as_unicode(str(error))}"
+            return channel.sendall(pack({"key": key, "error": said}))
+    channel.sendall(pack({"found": []}))
     while True:
         found: list[Any] = []
         hooks = {"unicode_errors": "surrogatepass", "ext_hook": lambda code, digits: int(digits)}
@@ -146,11 +147,11 @@ def _serve(channel: socket.socket) -> None:
                 except BaseException as error:  # noqa: BLE001 - user code may raise even SystemExit
                     said = str(error) if isinstance(error, DataError) else f"raised {described(error)}"
                     reply = {"key": key, "error": as_unicode(f"`{name}` {said}"[:2000]), "at": len(found)}
-                    return _say(channel, reply)
+                    return channel.sendall(pack(reply))
                 if result is False:
                     break
             found.append(result)
-        _say(channel, {"found": found})
+        channel.sendall(pack({"found": found}))
 
 
 def _wrong(key: str, result: Any) -> str:
@@ -166,10 +167,6 @@ def _wrong(key: str, result: Any) -> str:
     except (TypeError, ValueError, OverflowError) as error:
         return f"returned a row that cannot be stored ({error}); allowed is {MAPPED}"
     return ""
-
-
-def _say(channel: socket.socket, reply: Mapping[str, Any]) -> None:
-    channel.sendall(pack(reply))
 
 
 def main() -> None:

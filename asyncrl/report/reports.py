@@ -15,8 +15,8 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.base import kind_of
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.schema import Config
-from asyncrl.data.mixture import Shares
 from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.sample_plan import Shares
 from asyncrl.evaluation import EvalResult
 from asyncrl.files import replace_text
 from asyncrl.hosting.progress import beat

@@ -11,7 +11,7 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.load import panel
 from asyncrl.config.named_files import EXPORT
-from asyncrl.config.resume import resume_findings
+from asyncrl.config.outline import resume_findings
 from asyncrl.config.run_fields import RunConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.data_files import DataFiles

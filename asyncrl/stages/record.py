@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import panel
-from asyncrl.config.resume import resume_findings
+from asyncrl.config.outline import resume_findings
 from asyncrl.errors import ConfigError
 from asyncrl.files import read_record, replace_text
 from asyncrl.run.directory import RunDirectory, first_weights

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.named_files import has_chat_template
-from asyncrl.config.resume import kept_values
+from asyncrl.config.outline import kept_values
 from asyncrl.config.wording import shown
 from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.data.row_files import Row

@@ -5,15 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, WithJsonSchema
+from pydantic import Field
 
 from asyncrl.algo.ranges import PositiveInt
 from asyncrl.config import named_files
-from asyncrl.config.algorithm import ANY_SETTINGS, ReferenceConfig
-from asyncrl.config.base import Mistake, Part, Root, broken, marked
+from asyncrl.config.algorithm import ReferenceConfig
+from asyncrl.config.base import OTHER_RUN, Mistake, Part, Root, Settings, broken, marked
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.model_files import Unusable, read_settings
-from asyncrl.config.resume import OTHER_RUN
 from asyncrl.config.run_fields import RunConfig
 from asyncrl.config.schema import OTHER_NAMES
 from asyncrl.config.sections import LoraConfig, ModelConfig, TelemetryConfig
@@ -91,8 +90,7 @@ class StageConfig(Root):
     teacher: ReferenceConfig | None = None
     """The model whose distribution a stage `distil` learns; it must have the tokenizer of model.path."""
     trl: Annotated[
-        dict[str, JsonValue],
-        WithJsonSchema(ANY_SETTINGS),
+        Settings,
         Field(default_factory=dict),
         marked(resume=(OTHER_RUN, "the order of the rows and the schedule of the steps follow from it")),
     ]

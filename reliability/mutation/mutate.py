@@ -453,7 +453,7 @@ MUTANTS = [
     Mutant("data/images", "if isinstance(content, bytes) and content else", "if content else"),
     Mutant("data/images", "if size_bytes > MOST_BYTES:", "if False:"),
     Mutant("data/images", "if pixels > MOST_PIXELS:", "if False:"),
-    Mutant("data/image_processor", "np.array_equal(digests_of(images), recorded)", "len(images) == len(recorded)"),
+    Mutant("data/image_processor", "np.array_equal(_digests_of(images), recorded)", "len(images) == len(recorded)"),
     Mutant("data/image_processor", "self._plan.row(group.ticket_id)", "self._plan.row(group.ticket_id + 1)"),
     Mutant("data/image_processor", "(rollout.response_ids == token).any()", "(rollout.prompt_ids == token).all()"),
     Mutant("data/image_processor", "[list(pictures)] * copies", "[list(pictures[:1])] * copies"),

@@ -27,8 +27,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import ledgers_of
 from asyncrl.config.document import keys_of
 from asyncrl.config.load import load_config
-from asyncrl.config.outline import known_keys
-from asyncrl.config.resume import bound, resume_findings
+from asyncrl.config.outline import bound, known_keys, resume_findings
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
 from asyncrl.control.base import Hello, Stop, Welcome

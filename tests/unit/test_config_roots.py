@@ -10,11 +10,18 @@ import pytest
 from pydantic import Field
 
 from asyncrl.algo.ranges import Positive, PositiveInt
-from asyncrl.config.base import Choice, Mistake, Part, Root, marked
+from asyncrl.config.base import OTHER_RUN, REFUSED, Choice, Mistake, Part, Root, marked
 from asyncrl.config.load import load, read_draft
-from asyncrl.config.outline import all_paths, default_name, kind_at, known_keys
+from asyncrl.config.outline import (
+    all_paths,
+    bound,
+    default_name,
+    kept_values,
+    kind_at,
+    known_keys,
+    resume_findings,
+)
 from asyncrl.config.resolved import config_json, dump_config
-from asyncrl.config.resume import OTHER_RUN, REFUSED, bound, kept_values, resume_findings
 from asyncrl.errors import ConfigError
 
 

@@ -21,8 +21,7 @@ from asyncrl.buffer.judge import DISCARDED_LINEAGE, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.data.curriculum import ALWAYS, MIXED, MOST_ROWS, NEVER, Curricula, Curriculum, verdict
-from asyncrl.data.mixture import Mixture, Shares
-from asyncrl.data.sample_plan import SamplePlan, rows_of
+from asyncrl.data.sample_plan import Mixture, SamplePlan, Shares, rows_of
 from asyncrl.errors import DataError
 from asyncrl.launch.taking import Taking
 from asyncrl.lineage import History

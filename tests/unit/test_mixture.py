@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.data_section import DataConfig
-from asyncrl.data.mixture import Shares, make_mixture
-from asyncrl.data.sample_plan import SamplePlan
+from asyncrl.data.sample_plan import SamplePlan, Shares, make_mixture
 
 weights = st.lists(st.integers(1, 9) | st.integers(1, 10_000), min_size=1, max_size=9)
 

@@ -17,8 +17,8 @@ from transformers import (
 
 from asyncrl.config.data_section import DataConfig, EvalSet
 from asyncrl.config.load import load_config
+from asyncrl.config.outline import resume_findings
 from asyncrl.config.resolved import config_hash, dump_config, eval_digest, host_digest
-from asyncrl.config.resume import resume_findings
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.prompts import PromptSource, light_renderer

@@ -12,9 +12,10 @@ import yaml
 from asyncrl import api
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.cli.foreground import run_here
+from asyncrl.config.base import OTHER_RUN, REFUSED
 from asyncrl.config.load import load_config
+from asyncrl.config.outline import bound
 from asyncrl.config.resolved import dump_config
-from asyncrl.config.resume import OTHER_RUN, REFUSED, bound
 from asyncrl.config.schema import Config
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import CheckpointError, ConfigError, RunError
