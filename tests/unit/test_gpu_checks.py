@@ -161,7 +161,7 @@ def test_faults_are_named_next_to_an_old_driver_and_to_processes_that_are_not_kn
     rows = f"/bin/cat <<'END'\n{ROWS}END"
     refusal = "case $1 in --query-compute*) echo Unknown Error; exit 9;; esac"
     tool(tmp_path, "nvidia-smi", f"{refusal}\n{rows}")
-    monkeypatch.setattr(checks, "kernel_log", lambda: LOG)
+    monkeypatch.setattr(checks, "_kernel_log", lambda: LOG)
     monkeypatch.setattr(checks, "_driver_fault", lambda gpu: "an old driver")
     finding = checks.state()
     said = ("an old driver; nvidia-smi: Unknown Error; GPU", "3 memory errors", "Xid 79", "59.8 GiB of")

@@ -73,15 +73,21 @@ def execute(check: Check) -> Outcome:
     started_s = time.perf_counter()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as output, receiver:
         process = context.Process(target=_run, args=(check, sender, output.fileno(), os.getpid()))
         process.start()
         sender.close()
         try:
             finding = _answer(check, process, receiver, output.fileno())
         finally:
-            receiver.close()
-            _end(process)
+            assert process.pid is not None
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):  # it has ended, or has not made its group yet
+                process.kill()
+            process.join(END_S)
+            if process.is_alive():
+                log.warning("process %d of a check cannot be killed; look at it with ps", process.pid)
     return Outcome(name=check.name, finding=finding, seconds=time.perf_counter() - started_s)
 
 
@@ -120,14 +126,3 @@ def _last_output(output: int) -> str:
     start = max(0, size - OUTPUT_CHARACTERS)
     text = os.pread(output, size - start, start).decode(errors="replace").strip()
     return f"; it last printed: {text}" if text else ""
-
-
-def _end(process: multiprocessing.process.BaseProcess) -> None:
-    assert process.pid is not None
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it has ended, or has not made its group yet
-        process.kill()
-    process.join(END_S)
-    if process.is_alive():
-        log.warning("process %d of a check cannot be killed; look at it with ps", process.pid)

@@ -66,7 +66,7 @@ FAULTS_CURE = (
 OTHERS_CURE = "end what uses them, or choose others with CUDA_VISIBLE_DEVICES"
 
 
-def kernel_log() -> str:
+def _kernel_log() -> str:
     """Return the kernel's log; empty if this user may not read it."""
     try:
         done = subprocess.run(
@@ -81,7 +81,7 @@ def state() -> Finding:
     """Check the driver and the hardware of the GPUs, and that no other process has much of their memory."""
     if not is_installed():
         return doubtful(*ABSENT)
-    gpus, log = visible_gpus(), kernel_log()
+    gpus, log = visible_gpus(), _kernel_log()
     failed, processes = dict[str, str](), ""
     if old := _driver_fault(gpus[0]):
         failed[old] = DRIVER_CURE
@@ -140,7 +140,7 @@ def gpu_doubts(config: Config) -> Iterator[str]:
     except DataError as error:
         yield str(error)
         return
-    for fault in faults(gpus, kernel_log()):
+    for fault in faults(gpus, _kernel_log()):
         yield f"{fault}; {FAULTS_CURE}"
     for unchecked in _unchecked(gpus):
         yield f"{unchecked}; update the driver"
