@@ -90,7 +90,7 @@ def model_problems(config: Config) -> Iterator[Mistake]:
 
             read_model(model)
             if model.router_replay:
-                from asyncrl.preflight.frame_size import frame_bytes
+                from asyncrl.preflight.forecast import frame_bytes
 
                 for one in config.training:
                     yield from lacking_room(one, frame_bytes(one))

@@ -24,8 +24,7 @@ from asyncrl.hosting.machine import Machine, read_model
 from asyncrl.hosting.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.hosting.placement import placement_of
 from asyncrl.preflight import fit
-from asyncrl.preflight.forecast import Forecast, forecast
-from asyncrl.preflight.frame_size import frame_bytes
+from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.trainer.kept import counted
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
