@@ -8,19 +8,16 @@ from pathlib import Path
 
 from asyncrl.buffer.users import LEARNER as STORE_USER
 from asyncrl.cluster.plans import store_url
-from asyncrl.commands.down import PATIENCE_S
-from asyncrl.commands.stopping import MARGIN
-from asyncrl.commands.up import StartedRun, learner_spec
+from asyncrl.commands.down import MARGIN, PATIENCE_S
+from asyncrl.commands.supervising import StartedRun, supervised_apart
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.hosting.children import family
 from asyncrl.hosting.environment import RUN_VARIABLE
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import placement_of
-from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import FLAG, HOST, LEARNER, name_of, workers_of
 from asyncrl.hosting.route import reaches, unreached
-from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.launch.specs import learner_spec
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.logs import setup_logging
 
@@ -62,9 +59,8 @@ def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> I
         log_path=directory.logs / f"{name}.out",
         workers=workers_of(here),
     )
-    limits, most = Limits.of(config.control), config.control.max_restarts
-    with family() as members, Supervisor([spec], max_restarts=most, limits=limits) as supervisor:
-        yield StartedRun(supervisor, (), members.tend, lambda: longest_save(config))
+    with supervised_apart([spec], config.control, lambda: longest_save(config)) as run:
+        yield run
 
 
 def longest_save(config: Config) -> float:

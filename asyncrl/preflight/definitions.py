@@ -88,10 +88,10 @@ def _wrongly_called(key: str, name: str, node: Definition | None) -> Iterator[Mi
     for one in node.body:
         if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) or one.decorator_list:
             continue
-        if (called := CALLED.get(one.name)) is None or count_bound(node, one.name) > 1:
+        if (called := CALLED.get(one.name)) is None or _count_bound(node, one.name) > 1:
             continue
         try:
-            call = inspect.Signature(parameters_of(one.args))
+            call = inspect.Signature(_parameters_of(one.args))
             call.bind(*called) if one.name == "step" else call.bind_partial(*called)
         except (TypeError, ValueError):
             found = f"`{one.name}` of `{name}` takes ({ast.unparse(one.args)}) in line {one.lineno}"
@@ -102,7 +102,7 @@ def _wrongly_called(key: str, name: str, node: Definition | None) -> Iterator[Mi
 def _unshown_tools(config: Config, key: str, name: str, node: Definition | None) -> Iterator[Mistake]:
     """Find tools that no template shows to the model; decorators of a function may make anything of it."""
     if isinstance(node, ast.ClassDef):
-        has_step = node.bases or count_bound(node, "step")
+        has_step = node.bases or _count_bound(node, "step")
         found = "" if has_step else f"the public methods of `{name}` are tools"
         cure = "add a method `step`, with which it takes plain text"
     else:
@@ -138,7 +138,7 @@ def reward_form(function: RewardFunctionConfig) -> Form | None:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return None
     try:
-        form = form_of(parameters_of(node.args))
+        form = form_of(_parameters_of(node.args))
     except RewardError as error:
         raise Missing(f"`{node.name}` {error}") from error
     if found := returns_nothing(node):
@@ -172,10 +172,10 @@ def definition(name: str) -> Definition | None:
         raise Missing(f"{file}{line} is not valid Python: {error}; correct the file") from error
     found = {node.name: node for node in tree.body if isinstance(node, Definition)}
     _refuse_constant(tree, attribute, file)
-    if attribute not in found and not any(count_bound(tree, one) for one in (attribute, "*", "__getattr__")):
+    if attribute not in found and not any(_count_bound(tree, one) for one in (attribute, "*", "__getattr__")):
         hint = did_you_mean(attribute, found, "correct the name")
         raise Missing(f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}{hint}")
-    return found.get(attribute) if count_bound(tree, attribute) == 1 else None
+    return found.get(attribute) if _count_bound(tree, attribute) == 1 else None
 
 
 def _refuse_constant(tree: ast.Module, name: str, file: Path) -> None:
@@ -185,7 +185,7 @@ def _refuse_constant(tree: ast.Module, name: str, file: Path) -> None:
                 raise Missing(f"`{name}` is {value!r} in {file}:{node.lineno}; name a function or a class")
 
 
-def count_bound(tree: ast.Module | ast.ClassDef, name: str) -> int:
+def _count_bound(tree: ast.Module | ast.ClassDef, name: str) -> int:
     """Count how often a module or the body of a class, when it runs, imports, assigns or defines a name."""
     return sum(
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
@@ -235,7 +235,7 @@ def returns_nothing(node: Definition) -> str:
     return "has no `return` with a value, so every response would go without a reward; return a number"
 
 
-def parameters_of(arguments: ast.arguments) -> list[inspect.Parameter]:
+def _parameters_of(arguments: ast.arguments) -> list[inspect.Parameter]:
     """Return parameters as `inspect.signature` does; `...` stands for the unknown value of a default."""
     kind, positional = inspect.Parameter, [*arguments.posonlyargs, *arguments.args]
     optional = positional[len(positional) - len(arguments.defaults) :]

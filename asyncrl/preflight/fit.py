@@ -16,7 +16,8 @@ from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.nvidia import peer_reads
 from asyncrl.hosting.placement import Placement, misplaced_generators, place_slots, placement_of
 from asyncrl.hosting.smi import is_installed
-from asyncrl.preflight.doubts import doubts
+from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
+from asyncrl.preflight.doubts import doubts, missing_device
 from asyncrl.preflight.forecast import Forecast, estimates, forecast
 from asyncrl.preflight.validate import validated_config
 
@@ -45,6 +46,18 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
     return replace(plan, warnings=(*found, *plan.warnings))
 
 
+def fitting(
+    file: Path, overrides: Sequence[str], *, resumes: bool, generators: bool
+) -> tuple[Config, list[str]]:
+    """Return the config of a learner here, and doubts about it. Raises ConfigError and DataError."""
+    config = validated_config(file, overrides, resumes=resumes, generators=generators, asks_hub=True)
+    _require_usable(config)
+    placed = with_slots(config, generators=generators)
+    found = [*doubts(config, file, overrides, generators=generators), *gpu_doubts(config)]
+    found += [HOST_SLOTS] * (placed != config)
+    return placed, found + require_fit(placed, generators=generators)
+
+
 def with_slots(config: Config, *, generators: bool = True) -> Config:
     """Return the config with `weights.slots: host` if `auto` means that here, and `HOST_SLOTS` says why.
 
@@ -65,6 +78,20 @@ def require_fit(config: Config, *, generators: bool) -> list[str]:
     cannot be computed, of which `gpu_doubts` warns.
     """
     return _require_fit(config, partial(placement_of, config, generators=None if generators else 0))
+
+
+def room_doubts(config: Config, count: int) -> list[str]:
+    """Return doubts about `count` generators that join from here. Raises ConfigError and DataError."""
+    _require_usable(config)
+    require_room(config, count)
+    return list(gpu_doubts(config))
+
+
+def _require_usable(config: Config) -> None:
+    """Raise ConfigError if this machine lacks the GPU that the config asks for, or has too old ones."""
+    for text in missing_device(config):
+        raise ConfigError(text)
+    require_usable_gpus(config)
 
 
 def require_room(config: Config, count: int) -> None:

@@ -54,7 +54,7 @@ class Line:
 
 
 @dataclass(slots=True, kw_only=True)
-class GpuUse:
+class _GpuUse:
     """What the processes of a run, and others, need of one GPU."""
 
     index: int
@@ -73,22 +73,21 @@ class GpuUse:
         """What is needed, divided by what the GPU has."""
         return self.size_bytes / self.total_bytes
 
-
-def full_gpu(use: GpuUse) -> str:
-    """Say how full a GPU would be, what fills it, and which settings help, the most helpful one first."""
-    sizes = Counter[str]()
-    for part in use.parts:
-        sizes[part.name] += part.size_bytes
-    large = {name: size for name, size in sizes.most_common() if size >= LARGE * use.total_bytes}
-    alone = {memory_use.SLOTS: " (on this GPU only)"}
-    filled = ", ".join(f"{name}{alone.get(name, '')} {data_size(size)}" for name, size in large.items())
-    cures = [cure for name in large for part in use.parts if part.name == name for cure in part.cures]
-    if OTHERS in large and use.size_bytes - large[OTHERS] <= use.total_bytes:
-        other_gpus = "choose other GPUs with CUDA_VISIBLE_DEVICES"
-        cures.insert(0, f"end the other processes (nvidia-smi lists them) or {other_gpus}")
-    found = f"GPU {use.index}: {data_size(use.size_bytes)} of {data_size(use.total_bytes)} ({use.share:.0%})"
-    advice = ", ".join(dict.fromkeys([*cures, "use more GPUs"]))
-    return f"{found}: {filled}; {advice}, larger ones, or a smaller model"
+    def full(self) -> str:
+        """Say how full the GPU would be, what fills it, and which settings help, the best one first."""
+        sizes = Counter[str]()
+        for part in self.parts:
+            sizes[part.name] += part.size_bytes
+        large = {name: size for name, size in sizes.most_common() if size >= LARGE * self.total_bytes}
+        alone = {memory_use.SLOTS: " (on this GPU only)"}
+        filled = ", ".join(f"{name}{alone.get(name, '')} {data_size(size)}" for name, size in large.items())
+        cures = [cure for name in large for part in self.parts if part.name == name for cure in part.cures]
+        if OTHERS in large and self.size_bytes - large[OTHERS] <= self.total_bytes:
+            other_gpus = "choose other GPUs with CUDA_VISIBLE_DEVICES"
+            cures.insert(0, f"end the other processes (nvidia-smi lists them) or {other_gpus}")
+        found = f"{data_size(self.size_bytes)} of {data_size(self.total_bytes)} ({self.share:.0%})"
+        advice = ", ".join(dict.fromkeys([*cures, "use more GPUs"]))
+        return f"GPU {self.index}: {found}: {filled}; {advice}, larger ones, or a smaller model"
 
 
 @dataclass(frozen=True)
@@ -180,12 +179,12 @@ class Memory:
         return host
 
     @cached_property
-    def uses(self) -> list[GpuUse]:
+    def uses(self) -> list[_GpuUse]:
         """What each GPU must hold; none if a run would use no GPU."""
         if not self.on_gpu:
             return []
         config, shape, model = self.config, self.shape, self.config.model
-        uses = [GpuUse(index=index, total_bytes=total) for index, total in enumerate(self.machine.gpu_bytes)]
+        uses = [_GpuUse(index=index, total_bytes=total) for index, total in enumerate(self.machine.gpu_bytes)]
         for number, seat in enumerate(self.placement.ranks):
             for use in (uses[index] for index in seat.gpus):
                 use.has_rank = True
@@ -301,7 +300,7 @@ class Memory:
     def misfits(self) -> Iterator[str]:
         """Say of what a GPU has too little."""
         if self.uses and (worst := max(self.uses, key=lambda use: use.share)).share > 1:
-            yield full_gpu(worst)
+            yield worst.full()
         if self.uses and self.placement.generators and not self.held:
             yield self.no_sequence()
 
@@ -323,4 +322,4 @@ class Memory:
             )
         of_learner = [use for use in self.uses if use.has_rank]
         if of_learner and TIGHT_GPU < (worst := max(of_learner, key=lambda use: use.share)).share <= 1:
-            yield f"tight: {full_gpu(worst)}"
+            yield f"tight: {worst.full()}"

@@ -19,8 +19,9 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
 from asyncrl.cli.running import generator
+from asyncrl.commands import found
 from asyncrl.commands import join as joining
-from asyncrl.commands.join import check_allowed, wishes
+from asyncrl.commands.found import check_allowed, wishes
 from asyncrl.config.base import SECTIONS_ONLY
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
@@ -189,7 +190,7 @@ def join_here(server, host, monkeypatch):
     def wait(seconds):
         yield_to.pop(0)()
 
-    monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
+    monkeypatch.setattr(found, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
 
     def join(*moments, wait_s=600.0):
         yield_to[:] = moments

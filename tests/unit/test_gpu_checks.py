@@ -19,7 +19,7 @@ from asyncrl.hosting.nvidia import (
     read_instances,
     visible_gpus,
 )
-from asyncrl.preflight import doubts
+from asyncrl.preflight import doubts, fit
 from asyncrl.preflight.checks import gpu as checks
 from asyncrl.preflight.doctor import machine_checks
 from asyncrl.preflight.fit import require_fit, require_room
@@ -293,10 +293,10 @@ def test_torch_for_cpus_on_a_machine_with_gpus_is_refused_with_both_ways_out(mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(doubts, "build_of", lambda package: "cpu")
     with pytest.raises(ConfigError, match=r"2 GPUs, but torch .* asyncrl\[gpu\], or set learner\.device=cpu"):
-        doubts.require_device(config_of())
-    doubts.require_device(config_of(learner={"device": "cpu"}))
+        fit._require_usable(config_of())
+    fit._require_usable(config_of(learner={"device": "cpu"}))
     monkeypatch.setattr(doubts, "build_of", lambda package: "cu130")
-    doubts.require_device(config_of())
+    fit._require_usable(config_of())
 
 
 def test_a_flash_attention_of_another_torch_is_named_where_it_is_chosen(monkeypatch, tmp_path):

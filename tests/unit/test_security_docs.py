@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.join import wishes
+from asyncrl.commands.found import wishes
 from asyncrl.config.base import SECTIONS_ONLY
 from asyncrl.config.outline import schema_at
 from asyncrl.config.reward_section import REMOTE
