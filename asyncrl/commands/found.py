@@ -34,74 +34,69 @@ from asyncrl.run.keys import JoinKeys, is_given, join_keys
 from asyncrl.version import __version__
 
 GAMES = "asyncrl.quickstart.games"  # of the shipped configs
+Wish = tuple[str, str]
 
 
 # A generator that joins with only an address uses what the store says. The run's learner has signed it, but
-# the learner's user need not own this host: each piece of code and each variable must be allowed by name.
-class _Wish(NamedTuple):
-    """Code that a config would run on this host, or a variable that it would read."""
-
-    key: str  # the key of the config
-    # The argument of `--allow`: a file, a module, an environment of another library, `model:PATH`, with
-    # `@REVISION` if it has one, `command:LINE`, `vllm:NAME=VALUE`, `url:ADDRESS` or `variable:NAME`.
-    text: str
-
-
-def wishes(config: Config) -> Iterator[_Wish]:
+# the learner's user need not own this host: each piece of code and each variable must be allowed by name. A
+# wish is the key of the config, and the argument of `--allow`: a file, a module, an environment of another
+# library, `model:PATH`, with `@REVISION` if it has one, `command:LINE`, `vllm:NAME=VALUE`, `url:ADDRESS` or
+# `variable:NAME`.
+def wishes(config: Config) -> Iterator[Wish]:
     """Yield code outside this package that a generator would load, and variables that it would inherit."""
     for key, function in config.reward_functions.items():
         yield from _reward(key, function)
     yield from _environments(config)
     # Generators read the rows, too, and know by the advantage whether a greedy response is needed.
     named = config.data.functions | {"algorithm.advantage": config.algorithm.advantage.name}
-    yield from (_Wish(key, name.rpartition(":")[0]) for key, name in named.items() if ":" in name)
+    yield from ((key, name.rpartition(":")[0]) for key, name in named.items() if ":" in name)
     if config.model.trust_remote_code:
         # Judges, and a teacher in processes of its own, are loaded with their code, too.
         teacher = [config.reference] if config.teacher else []
         models = [(one.path, one.revision) for one in (config.model, *teacher)]
         models += [(one.model, None) for name, one in config.scorers.items() if name in config.judges]
         for path, revision in dict.fromkeys(models):
-            yield _Wish("model.trust_remote_code", f"model:{path}{f'@{revision}' if revision else ''}")
+            yield "model.trust_remote_code", f"model:{path}{f'@{revision}' if revision else ''}"
     if config.store.url and (name := config.store.password_env) != StoreConfig().password_env:
-        yield _Wish("store.password_env", f"variable:{name}")
+        yield "store.password_env", f"variable:{name}"
     # Some arguments of vLLM name code or files, such as `scheduler_cls`; its next release may have others.
     for name, value in config.generator.vllm.items():
-        yield _Wish(f"generator.vllm.{name}", f"vllm:{name}={json.dumps(value)}")
+        yield f"generator.vllm.{name}", f"vllm:{name}={json.dumps(value)}"
     for name in config.run.environment:
-        yield _Wish("run.environment", f"variable:{name}")
+        yield "run.environment", f"variable:{name}"
 
 
-def _reward(key: str, function: RewardFunctionConfig) -> Iterator[_Wish]:
+def _reward(key: str, function: RewardFunctionConfig) -> Iterator[Wish]:
     if ":" in function.function:
-        yield _Wish(key, function.function.rpartition(":")[0])
+        yield key, function.function.rpartition(":")[0]
     if isinstance(remote := function.remote, HttpReward):
-        yield _Wish(f"{key}.params.url", f"url:{remote.url}")
+        yield f"{key}.params.url", f"url:{remote.url}"
         if remote.key_env:
-            yield _Wish(f"{key}.params.key_env", f"variable:{remote.key_env}")
+            yield f"{key}.params.key_env", f"variable:{remote.key_env}"
     if isinstance(remote, Judge):
-        yield _Wish(f"{key}.params.prompt", str(remote.prompt))
+        yield f"{key}.params.prompt", str(remote.prompt)
 
 
-def _environments(config: Config) -> Iterator[_Wish]:
+def _environments(config: Config) -> Iterator[Wish]:
     for key, name, _ in config.environment_names:
         if name.partition(":")[0] in ADAPTERS:  # the rest of the name may be a command, or name a module
-            yield _Wish(key, name)
+            yield key, name
         elif name not in TOOLS and (place := name.rpartition(":")[0]) != GAMES:
-            yield _Wish(key, place)
+            yield key, place
     for key, environment in config.environments.items():
         if environment.command:
-            yield _Wish(f"{key}.command", f"command:{shlex.join(environment.command)}")
+            yield f"{key}.command", f"command:{shlex.join(environment.command)}"
         if environment.python:
-            yield _Wish(f"{key}.python", str(environment.python))
+            yield f"{key}.python", str(environment.python)
 
 
 def check_allowed(config: Config, allowed: Collection[str]) -> None:
     """Raise RunError if something is not allowed; the message says what is missing and how to allow it."""
-    missing = [wish for wish in wishes(config) if wish.text not in allowed]
+    missing = [wish for wish in wishes(config) if wish[1] not in allowed]
     if not missing:
         return
-    lines = "".join(f"  {wish.key} wants {wish.text}\n" for wish in missing)
-    options = " ".join(f"--allow '{text}'" for text in dict.fromkeys(wish.text for wish in missing))
+    lines = "".join(f"  {key} wants {text}\n" for key, text in missing)
+    options = " ".join(f"--allow '{text}'" for text in dict.fromkeys(text for _, text in missing))
     raise RunError(
         f"run {config.run.name} would run code or read variables on this host that you have not allowed:\n"
         f"{lines}look at them, then add {options}, or give your own copy of the run's config with --config"

@@ -1,8 +1,7 @@
 """`asyncrl rank`: the ranks of one further host of a learner."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +21,9 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.logs import setup_logging
 
 
-@contextmanager
-def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> Iterator[StartedRun]:
+def started_ranks(
+    config: Config, file: Path, number: int, *, learner: str
+) -> AbstractContextManager[StartedRun]:
     """Start the ranks of host `number`, which meet those of the host with the address `learner`.
 
     The config is that of `file`. Raises RunError.
@@ -59,8 +59,7 @@ def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> I
         log_path=directory.logs / f"{name}.out",
         workers=workers_of(here),
     )
-    with supervised_apart([spec], config.control, lambda: longest_save(config)) as run:
-        yield run
+    return supervised_apart([spec], config.control, lambda: longest_save(config))
 
 
 def longest_save(config: Config) -> float:

@@ -135,7 +135,7 @@ def merged(base: Any, over: Any) -> Any:
 
 
 def asked(over: Any) -> list[str]:
-    return [wish.text for wish in wishes(Config.model_validate(merged(PLAIN, over), context=SECTIONS_ONLY))]
+    return [text for _, text in wishes(Config.model_validate(merged(PLAIN, over), context=SECTIONS_ONLY))]
 
 
 def test_for_every_text_of_a_config_it_is_said_whether_it_names_code():

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -22,7 +23,7 @@ END_S = 5.0  # time for a killed check to end
 OUTPUT_CHARACTERS = 400  # characters that are quoted from the end of a crashed check's output
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of a check, and the fix if it is not ok."""
 
@@ -31,19 +32,8 @@ class Finding:
     fix: str = ""
 
 
-def fine(found: str) -> Finding:
-    """Report that a check passed."""
-    return Finding(verdict="ok", found=found)
-
-
-def doubtful(found: str, fix: str) -> Finding:
-    """Report a warning: a run may fail."""
-    return Finding(verdict="warning", found=found, fix=fix)
-
-
-def wrong(found: str, fix: str) -> Finding:
-    """Report a failure: a run cannot work."""
-    return Finding(verdict="failed", found=found, fix=fix)
+# A check passed; a run may fail; a run cannot work. The latter two need a fix.
+fine, doubtful, wrong = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "failed")
 
 
 @dataclass(frozen=True, slots=True)

