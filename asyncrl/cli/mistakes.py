@@ -16,16 +16,8 @@ from asyncrl.telemetry.text import visible_lines
 
 FAULT, MISTAKE = 1, 2  # exit statuses; `doctor` and `reward test` return FAULT too, if a check failed
 # Commands of other programs that do what one of ours does.
-ELSEWHERE = {
-    "grpo": "up",
-    "kill": "down",
-    "ps": "status",
-    "run": "up",
-    "sft": "stage",
-    "start": "up",
-    "stop": "down",
-    "train": "up",
-}
+ELSEWHERE = {"ps": "status", "sft": "stage"}
+ELSEWHERE |= dict.fromkeys(("grpo", "run", "start", "train"), "up") | dict.fromkeys(("kill", "stop"), "down")
 # Commands that an earlier release had, and where their results are now.
 GONE = {
     "analyze": "curves are in `asyncrl report`, all values in RUN/metrics/*.jsonl and `Run.metrics()`",
