@@ -12,7 +12,7 @@ from asyncrl.config.algorithm_rules import optimizers
 from asyncrl.config.data_section import EvalSet
 from asyncrl.config.document import Node
 from asyncrl.config.load import read_draft
-from asyncrl.config.model_files import SHOWN, ends_no_response
+from asyncrl.config.model_files import ends_no_response
 from asyncrl.config.named_files import local_files
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import EvalConfig
@@ -24,6 +24,7 @@ from asyncrl.hosting.machine import share_of_cores, this_machine
 from asyncrl.hosting.placement import idle_gpus, placement_of
 from asyncrl.preflight.definitions import absent_imports
 from asyncrl.preflight.idle_keys import idle_keys
+from asyncrl.preflight.row_problems import places
 from asyncrl.rewards.builtin import BUILTINS
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
@@ -262,11 +263,11 @@ def _odd_values(rows: Rows, column: str, key: str) -> Iterator[str]:
     if len(rows) > 1 and all(row.get(column) in (None, "") for row in rows):
         yield f"{key}: column `{column}` is null or empty in every row; give it values, or drop it"
     elif 0 < len(null) <= ODD * len(rows):
-        yield f"{key}: column `{column}` is null in {_places(rows, null)}; give it a value, or drop the rows"
+        yield f"{key}: column `{column}` is null in {places(rows, null)}; give it a value, or drop the rows"
     nan = [index for index, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     if nan:
         found = f"column `{column}` is {'infinite' if math.isinf(values[nan[0]]) else 'NaN'} in"
-        yield f"{key}: {found} {_places(rows, nan)}; give it a number, or remove the rows"
+        yield f"{key}: {found} {places(rows, nan)}; give it a number, or remove the rows"
     named = {bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object"}
     named |= {list: "a list", tuple: "a list"}
     kinds = {index: named.get(type(one), type(one).__name__) for index, one in values.items()}
@@ -274,11 +275,7 @@ def _odd_values(rows: Rows, column: str, key: str) -> Iterator[str]:
     odd = [index for index, kind in kinds.items() if kind != usual]
     if others and len(odd) <= ODD * len(rows):
         found = f"{key}: column `{column}` holds {usual} in {count} rows and {kinds[odd[0]]} in"
-        yield f"{found} {_places(rows, odd)}; give all rows one type"
-
-
-def _places(rows: Rows, indices: Sequence[int]) -> str:
-    return ", ".join(rows.place(index) for index in indices[:SHOWN]) + ", ..." * (len(indices) > SHOWN)
+        yield f"{found} {places(rows, odd)}; give all rows one type"
 
 
 def _evaluation(config: Config, root: Node) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Mistakes in the rows of a config: unreadable files, missing columns, rows without a usable prompt."""
 
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -87,9 +87,15 @@ def _lacking(
                 has = f"{rows.source} lacks; it has {', '.join(rows[0])}"
                 yield Mistake((name,), f"wants column `{column}`, which {has}{hint}")
             else:
-                places = ", ".join([*map(rows.place, indices[:SHOWN]), *["..."] * (len(indices) > SHOWN)])
                 text = f"{len(indices)} of {len(rows.checked)} rows lack column `{column}`, which {name}"
-                yield Mistake((key,), f"{text} wants: {places}; add it there, or remove the rows")
+                yield Mistake(
+                    (key,), f"{text} wants: {places(rows, indices)}; add it there, or remove the rows"
+                )
+
+
+def places(rows: Rows, indices: Sequence[int]) -> str:
+    """Return where the first `SHOWN` of some rows are."""
+    return ", ".join(map(rows.place, indices[:SHOWN])) + ", ..." * (len(indices) > SHOWN)
 
 
 def _without_prompt(

@@ -186,10 +186,10 @@ def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tm
     without_tools(monkeypatch, tmp_path)
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     config = config_of(generator={"vllm": {}})
-    require_fit(config, generators=True)
+    require_fit(config)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     with pytest.raises(ConfigError, match=r"GPU 0: .* other processes 59\.8 GiB.*; end the other processes"):
-        require_fit(config, generators=True)
+        require_fit(config)
 
 
 def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_path):
@@ -228,7 +228,7 @@ def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_p
 def test_a_machine_without_the_tools_is_not_refused(monkeypatch, tmp_path):
     without_tools(monkeypatch, tmp_path)
     config = config_of()
-    require_fit(config, generators=True)
+    require_fit(config)
     assert "NVIDIA_DRIVER_CAPABILITIES" in "".join(checks.gpu_doubts(config))
     assert checks.state().verdict == "warning"
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
