@@ -19,8 +19,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for commands in (running, watching, before, after):
-    app.add_typer(commands.app)
+for commands in (running.app, watching.app, running.series, before.app, after.app):
+    app.add_typer(commands)
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,7 +14,7 @@ from asyncrl.hosting.processes import module_argv
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
-app = typer.Typer()
+app, series = typer.Typer(), typer.Typer()
 Fresh = Annotated[bool, typer.Option(help="Delete the files of an earlier run of this name.")]
 Plain = Annotated[bool, typer.Option(help="Lines instead of the dashboard.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="With cluster.kind: print what each host would run.")]
@@ -241,7 +241,7 @@ def _check_host(generators: int, config: "Config") -> None:
         typer.echo(f"! {doubt}", err=True)
 
 
-@app.command()
+@series.command()
 def pipeline(
     words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False
 ) -> None:
@@ -259,7 +259,7 @@ def pipeline(
             raise typer.Exit(status)
 
 
-@app.command()
+@series.command()
 def sweep(
     words: Annotated[
         list[str] | None,
