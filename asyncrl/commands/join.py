@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,6 @@ from asyncrl.errors import RunError
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.launch.scorers import scorer_specs
 from asyncrl.launch.specs import generator_maker
-from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import forget_secrets
 from asyncrl.telemetry.logs import setup_logging
 
@@ -52,8 +51,11 @@ def joined(
     setup_logging(name or "generators", directory.logs, console=True)
     forget_secrets(os.environ)
     with ExitStack() as stack:
-        scorers, place = list[ProcessSpec](), None
-        if (needed := config.served) and not _are_here(needed, directory):
+        scorers, place, running = list[ProcessSpec](), None, set[str]()
+        if needed := config.served:
+            with suppress(RunError):  # raised for the supervisor of another host
+                running = {*directory.children()} if directory.supervisor() else running
+        if not {f"{name}.0" for name in needed} <= running:  # else `asyncrl up` has them on this host
             place = Path(stack.enter_context(TemporaryDirectory(prefix="asyncrl-")))
             of_host = f"{name}." if name else prefix
             scorers = scorer_specs(config, directory, needed, generators=count, place=place, prefix=of_host)
@@ -64,12 +66,3 @@ def joined(
         if own is None:
             specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
         yield stack.enter_context(supervised_apart([*scorers, *specs], config.control))
-
-
-def _are_here(scorers: Collection[str], directory: RunDirectory) -> bool:
-    """Return whether `asyncrl up` of a run directory is alive on this host and has these scorers."""
-    try:
-        is_alive = directory.supervisor() is not None
-    except RunError:  # it is of another host
-        return False
-    return is_alive and {f"{name}.0" for name in scorers} <= directory.children().keys()
