@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl.commands.stopping import read_stop
+from asyncrl.commands.down import read_stop
 from asyncrl.run.checkpoint import NEWEST
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.status import read_status

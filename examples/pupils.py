@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import RunError
+from asyncrl.quickstart.first_task import RECORD, found_model
 from asyncrl.quickstart.games import LARGEST, Calculator, Guess
-from asyncrl.quickstart.shipped import RECORD, found
 from asyncrl.run.directory import write_directory
 
 PAD, BOS, EOS = 0, 1, 2
@@ -184,7 +184,7 @@ def _write_rows(directory: Path, train: Sequence[Row], test: Sequence[Row]) -> N
 
 def make_sums(directory: Path, settings: Sums, report: Callable[[str], None]) -> float:
     """Make model and data unless they exist; return the greedy accuracy on held-out sums. Raises RunError."""
-    if (built := found(directory, settings.digest, report)) is None:
+    if (built := found_model(directory, settings.digest, report)) is None:
         report(f"making the quick-start model in {directory}: about a minute, once")
         train, test = split_sums(settings.seed, settings.test_rows)
         with write_directory(directory) as writing:

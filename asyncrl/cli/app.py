@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli import after, before, running, series
+from asyncrl.cli import after, before, running, watching
 from asyncrl.cli.arguments import plain_overrides
 from asyncrl.version import __version__
 
@@ -19,8 +19,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for commands in (running, series, before, after):
-    app.add_typer(commands.app)
+for commands in (running.app, watching.app, running.series, before.app, after.app):
+    app.add_typer(commands)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,10 +3,9 @@
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import typer
 from rich.console import Console
@@ -14,10 +13,11 @@ from rich.text import Text
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.plans import LEARNER
-from asyncrl.commands.hosts import started_on_hosts, submitted
+from asyncrl.commands.down import what_is_saved
+from asyncrl.commands.hosts import manifests, started_on_hosts, submits, submitted
 from asyncrl.commands.stage import started_stage
-from asyncrl.commands.stopping import what_is_saved
-from asyncrl.commands.up import StartedRun, started
+from asyncrl.commands.supervising import StartedRun
+from asyncrl.commands.up import started
 from asyncrl.config.schema import Config
 from asyncrl.hosting.route import in_clear, reaches
 from asyncrl.hosting.supervisor import Supervisor
@@ -49,22 +49,28 @@ def run_here(
         return _watched(run, directory, lines=lines)
 
 
-def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[str] | None) -> int:
+def run_on_hosts(config: Config, command: Sequence[str], *, fresh: bool, plain: bool) -> int:
     """Run as `commands.hosts` does until the end or a stop, and return the exit status. Raises RunError.
 
-    With `command` only submit the job that does so.
+    Outside a job of Slurm only submit one, in which `command` does so.
     """
     directory, lines = RunDirectory(config.run.directory), _as_lines(plain)
     if not fresh and (reason := nothing_left(config, directory, read_saved(directory))):
         typer.echo(reason)
         return 0
     typer.echo(f"! {in_clear(reaches(config, LEARNER))}", err=True)
-    if command is not None:
+    if submits(config):
         for line in submitted(config, command, fresh=fresh):
             typer.echo(line)
         return 0
     with started_on_hosts(config, fresh=fresh, console=lines) as run:
         return _watched(run, directory, lines=lines, own="driver")
+
+
+def print_manifests(config: Config, *, fresh: bool, with_keys: bool) -> None:
+    """Print what `kubectl apply -f -` takes. Raises RunError."""
+    typer.echo(f"! {in_clear(reaches(config, LEARNER))}", err=True)
+    typer.echo(manifests(config, fresh=fresh, with_keys=with_keys), nl=False)
 
 
 def stage_here(config: StageConfig, *, fresh: bool, plain: bool) -> int:
@@ -109,20 +115,21 @@ def _watched(run: StartedRun, directory: RunDirectory, *, lines: bool, own: str 
     return 0 if run.supervisor.is_over else stopped.status
 
 
-@dataclass(slots=True)
-class Stopped:
-    """Whether a signal has stopped a supervisor."""
-
-    status: int = 0  # exit status, as in shells: 128 plus the signal's number; 0 without a signal
+def until_end(started: AbstractContextManager[StartedRun]) -> int:
+    """Supervise processes of a run whose learner is elsewhere; return the exit status."""
+    with started as run, stop_on_signals(run.supervisor) as stopped:
+        run.wait(lambda: None)
+    return 0 if run.supervisor.is_over else stopped.status
 
 
 @contextmanager
-def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
+def stop_on_signals(supervisor: Supervisor) -> Iterator[SimpleNamespace]:
     """Stop the run in order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal; once.
 
-    A later Ctrl-C ends the run unsaved. Other signals do not: shells and batch systems send some twice.
+    A later Ctrl-C ends the run unsaved. Other signals do not: shells and batch systems send some twice. The
+    `status` of what is yielded is the exit status, as in shells: 128 plus the signal's number, 0 without one.
     """
-    stopped = Stopped()
+    stopped = SimpleNamespace(status=0)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         if stopped.status and signum == signal.SIGINT:

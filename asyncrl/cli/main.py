@@ -39,7 +39,12 @@ def main() -> None:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the exit is left to interrupt
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _give_up_output_that_fails()
+        # Output that cannot be written goes to /dev/null: Python would try again at exit and report it.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(status)
 
 
@@ -56,8 +61,12 @@ def _status(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost handler, which reports the error
         if _interrupted:  # a library turned what `_interrupt` raised into an error of its own
             return _interrupted
-        if isinstance(error, BrokenPipeError) and _reader_left():
-            return DONE
+        if isinstance(error, BrokenPipeError):
+            pipes = select.poll()
+            pipes.register(sys.stdout.fileno(), select.POLLOUT)
+            # Our own output is broken, as in `asyncrl samples | head`, which is no error.
+            if any(event & select.POLLERR for _, event in pipes.poll(0)):
+                return DONE
         from asyncrl.cli.mistakes import explain
 
         status = explain(error, arguments)
@@ -97,22 +106,6 @@ def _unraisable(found: "sys.UnraisableHookArgs") -> None:
     if _interrupted and found.exc_type in (KeyboardInterrupt, SystemExit):
         os._exit(_interrupted)
     sys.__unraisablehook__(found)
-
-
-def _reader_left() -> bool:
-    """Whether the broken pipe is our own output, as in `asyncrl samples | head`, which is no error."""
-    pipes = select.poll()
-    pipes.register(sys.stdout.fileno(), select.POLLOUT)
-    return any(event & select.POLLERR for _, event in pipes.poll(0))
-
-
-def _give_up_output_that_fails() -> None:
-    """Redirect output that cannot be written to /dev/null: Python would try again at exit and report it."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -16,16 +16,8 @@ from asyncrl.telemetry.text import visible_lines
 
 FAULT, MISTAKE = 1, 2  # exit statuses; `doctor` and `reward test` return FAULT too, if a check failed
 # Commands of other programs that do what one of ours does.
-ELSEWHERE = {
-    "grpo": "up",
-    "kill": "down",
-    "ps": "status",
-    "run": "up",
-    "sft": "stage",
-    "start": "up",
-    "stop": "down",
-    "train": "up",
-}
+ELSEWHERE = {"ps": "status", "sft": "stage"}
+ELSEWHERE |= dict.fromkeys(("grpo", "run", "start", "train"), "up") | dict.fromkeys(("kill", "stop"), "down")
 # Commands that an earlier release had, and where their results are now.
 GONE = {
     "analyze": "curves are in `asyncrl report`, all values in RUN/metrics/*.jsonl and `Run.metrics()`",
@@ -59,6 +51,9 @@ def explain(error: Exception, arguments: Sequence[str]) -> int:
 
 def usage_text(error: Any, arguments: Sequence[str]) -> str:
     """Describe a wrong command line: what was found, what is allowed, what to do."""
+    from asyncrl.config.load import meant_keys
+    from asyncrl.config.schema import Config
+
     context, found = error.ctx, str(error.format_message()).rstrip(".")
     if not context:
         command, allowed = " ".join(["asyncrl", *arguments[:1]]), "what its help shows"
@@ -69,7 +64,11 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     known = [option for one in context.command.params for option in one.opts if option[0] == "-"]
     if name and name not in known:
         found = f"found no option `{name}`"
-        allowed = f"{', '.join([*known, '--help'])}{did_you_mean(name.lower(), known) or _key(name)}"
+        hint = did_you_mean(name.lower(), known)
+        # Keys of the config are given as KEY=VALUE, also those that look like `--learning_rate`.
+        if not hint and (keys := meant_keys(Config, name.lstrip("-"))):
+            hint = f"; did you mean `{keys[0]}=VALUE`, which overrides the config?"
+        allowed = f"{', '.join([*known, '--help'])}{hint}"
     elif unknown := re.search(r"No such command '([^']*)'", found):
         commands = list(context.command.commands)
         found = f"found no command `{unknown[1]}`"
@@ -78,12 +77,3 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
         hint = f"; {GONE[unknown[1]]}" if unknown[1] in GONE else hint
         allowed = f"{', '.join(commands)}{hint}"
     return f"{command}: {found}; allowed is {allowed}; `{command} --help` says more"
-
-
-def _key(option: str) -> str:
-    """Return a hint for options such as `--learning_rate`: keys of the config are given as KEY=VALUE."""
-    from asyncrl.config.load import meant_keys
-    from asyncrl.config.schema import Config
-
-    keys = meant_keys(Config, option.lstrip("-"))
-    return f"; did you mean `{keys[0]}=VALUE`, which overrides the config?" if keys else ""

@@ -1,6 +1,5 @@
-"""Commands that start, watch and stop a run."""
+"""Commands that start runs: one, its parts on several hosts, or one after the other."""
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -8,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl.cli.arguments import ConfigOption, Json, RunArgument, StoreOption, Words, required_config
+from asyncrl.cli.arguments import ConfigOption, StoreOption, Words, required_config
+from asyncrl.errors import AsyncRLError, ConfigError, from_extra
 from asyncrl.hosting.processes import module_argv
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
-app = typer.Typer()
+app, series = typer.Typer(), typer.Typer()
 Fresh = Annotated[bool, typer.Option(help="Delete the files of an earlier run of this name.")]
 Plain = Annotated[bool, typer.Option(help="Lines instead of the dashboard.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="With cluster.kind: print what each host would run.")]
@@ -39,27 +39,17 @@ def _run(
         from asyncrl.run.saved import go_back
 
         go_back(RunDirectory(checked.run.directory), back_to)
-
     return run_here(checked, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
 
 
 def _checked(file: Path, overrides: list[str], *, resumes: bool, generators: bool) -> "Config":
     """Return the config of a learner after checking it for this machine; print doubts about it."""
-    from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
-    from asyncrl.preflight.doubts import doubts, require_device
-    from asyncrl.preflight.fit import HOST_SLOTS, require_fit, with_slots
-    from asyncrl.preflight.validate import validated_config
+    from asyncrl.preflight.fit import fitting
 
-    checked = validated_config(file, overrides, resumes=resumes, generators=generators, asks_hub=True)
-    require_device(checked)
-    require_usable_gpus(checked)
-    placed = with_slots(checked, generators=generators)
-    found = [*doubts(checked, file, overrides, generators=generators), *gpu_doubts(checked)]
-    found += [HOST_SLOTS] * (placed != checked)
-    found += require_fit(placed, generators=generators)
-    for doubt in found:
+    checked, doubts = fitting(file, overrides, resumes=resumes, generators=generators)
+    for doubt in doubts:
         typer.echo(f"! {doubt}", err=True)
-    return placed
+    return checked
 
 
 def run_up(
@@ -77,7 +67,6 @@ def run_up(
     """
     from asyncrl.config.load import read_draft
     from asyncrl.config.schema import Config
-    from asyncrl.errors import ConfigError
 
     # Its problems are reported with those that validation finds.
     draft = read_draft(Config, file, overrides).config
@@ -87,12 +76,8 @@ def run_up(
         if dry_run:
             raise ConfigError(f"found --dry-run, but {file} sets no cluster.kind; set it, or leave it out")
         return _run(file, overrides, fresh=fresh, generators=True, plain=plain, back_to=back_to)
-    from asyncrl.cli.foreground import run_on_hosts
-    from asyncrl.cluster.driver import wants_gpus
-    from asyncrl.cluster.plans import LEARNER, described
-    from asyncrl.cluster.slurm_jobs import allocation, run_script
-    from asyncrl.commands.hosts import become_host, manifests
-    from asyncrl.hosting.route import in_clear, reaches
+    from asyncrl.cli.foreground import print_manifests, run_on_hosts
+    from asyncrl.commands.hosts import become_host, dry_lines
     from asyncrl.preflight.validate import validated_config
 
     is_here = draft.cluster.kind != "kubernetes"
@@ -104,19 +89,15 @@ def run_up(
                 "the manifests hold the run's keys, and standard output is a terminal that would show them; "
                 "add `| kubectl apply -f -`, or --dry-run, which leaves the keys out"
             )
-        typer.echo(f"! {in_clear(reaches(checked, LEARNER))}", err=True)
-        typer.echo(manifests(checked, fresh=fresh, with_keys=not dry_run), nl=False)
+        print_manifests(checked, fresh=fresh, with_keys=not dry_run)
         return 0
-    submits = checked.cluster.kind == "slurm" and not allocation()
     command = module_argv("asyncrl.cli.main", "up", "--plain", "--config", str(file), *overrides)
     if dry_run:
-        if submits:
-            typer.echo(run_script(checked, command))
-        for line in described(checked, on_gpus=wants_gpus(checked)):
+        for line in dry_lines(checked, command):
             typer.echo(line)
         return 0
     become_host(checked, fresh=fresh)
-    return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)
+    return run_on_hosts(checked, command, fresh=fresh, plain=plain)
 
 
 def run_stage(file: Path, overrides: list[str], *, fresh: bool, plain: bool) -> int:
@@ -172,11 +153,11 @@ def quickstart(
     """
     from asyncrl.config.load import load_config
     from asyncrl.config.named_files import QUICKSTART
-    from asyncrl.quickstart.shipped import place
+    from asyncrl.quickstart.first_task import place_model
 
     config = Path("configs/quickstart.yaml")
     load_config(config, words or ())  # reports mistakes in the overrides before anything is written
-    place(Path(QUICKSTART), typer.echo)
+    place_model(Path(QUICKSTART), typer.echo)
     up(words, config, fresh=fresh, plain=plain, dry_run=dry_run)
 
 
@@ -204,14 +185,11 @@ def rank(
     ],
 ) -> None:
     """Run the ranks of a further host of the learner; `asyncrl up` with cluster.learner_hosts calls it."""
-    from asyncrl.cli.foreground import stop_on_signals
+    from asyncrl.cli.foreground import until_end
     from asyncrl.commands.rank_host import started_ranks
 
     checked = _checked(config, [], resumes=False, generators=False)
-    found = started_ranks(checked, config, host, learner=learner)
-    with found as run, stop_on_signals(run.supervisor) as stopped:
-        run.wait(lambda: None)
-    raise typer.Exit(0 if run.supervisor.is_over else stopped.status)
+    raise typer.Exit(until_end(started_ranks(checked, config, host, learner=learner)))
 
 
 @app.command()
@@ -239,10 +217,9 @@ def generator(
     ] = None,
 ) -> None:
     """Run generators that join a run. With neither --config nor --store, the newest run on this host."""
-    from asyncrl.cli.foreground import stop_on_signals
+    from asyncrl.cli.foreground import until_end
     from asyncrl.commands.join import joined
 
-    check = partial(_check_host, count)
     found = joined(
         count,
         config,
@@ -250,140 +227,78 @@ def generator(
         allowed=allow or [],
         wait_s=wait,
         report=typer.echo,
-        check=check,
+        check=partial(_check_host, count),
         name=name,
     )
-    with found as run, stop_on_signals(run.supervisor) as stopped:
-        run.wait(lambda: None)
-    raise typer.Exit(stopped.status)
+    raise typer.Exit(until_end(found))
 
 
 def _check_host(generators: int, config: "Config") -> None:
     """Check this machine for generators that join, print doubts about it. Raises ConfigError, DataError."""
-    from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
-    from asyncrl.preflight.doubts import require_device
-    from asyncrl.preflight.fit import require_room
+    from asyncrl.preflight.fit import room_doubts
 
-    require_device(config)
-    require_usable_gpus(config)
-    require_room(config, generators)
-    for doubt in gpu_doubts(config):
+    for doubt in room_doubts(config, generators):
         typer.echo(f"! {doubt}", err=True)
 
 
-@app.command()
-def status(
-    run: RunArgument = None,
-    as_json: Json = False,
-    watch: Annotated[bool, typer.Option(help="Keep showing the dashboard while the run is up.")] = False,
+@series.command()
+def pipeline(
+    words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False
 ) -> None:
-    """Show the progress and health of a run."""
-    from rich.console import Console
+    """Run stages in order, each from the model of the one before, and at their end a run.
 
-    from asyncrl.commands.inspect import status_values
-    from asyncrl.run.directory import find_run
-    from asyncrl.telemetry import live
-    from asyncrl.telemetry.dashboard import render
-    from asyncrl.telemetry.state import read_state
+    The same command goes on with the first that is not finished.
+    """
+    from asyncrl.stages.pipeline import planned
 
-    directory = find_run(run)
-    if watch:
-        live.watch(directory.path, over=lambda: not directory.is_up)
-    elif as_json:
-        typer.echo(json.dumps(status_values(directory)))
-    else:
-        console = Console()
-        console.print(render(read_state(directory.path), console.width))
+    links = planned(*required_config(words, config))
+    for number, link in enumerate(links, start=1):
+        typer.echo(f"{number} of {len(links)}: {link.file}")
+        run = run_stage if link.is_stage else run_up
+        if status := run(link.file, link.overrides, fresh=fresh, plain=plain):
+            raise typer.Exit(status)
 
 
-@app.command()
-def logs(
-    run: RunArgument = None,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="A process or host, such as g0 or generators-1: the last MiB that it printed. "
-            "Default: warnings and errors of all processes.",
-            show_default=False,
-        ),
+@series.command()
+def sweep(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE] [KEY=A,B,...]...", help="The YAML file, and values to try."),
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show new lines until the run ends.")
-    ] = False,
+    config: ConfigOption = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs with other seeds of each combination.")] = 1,
 ) -> None:
-    """Show what the processes and hosts of a run have logged."""
-    from asyncrl.results.recorded import logs_of
+    """Do one run for each combination of values, one after the other, and compare them on one page.
 
-    for text in logs_of(run, name, follow=follow):
-        typer.echo(text, nl=False)
+    The same command resumes. The other runs go on if one fails; the exit status is then 1.
+    """
+    from asyncrl.cli.screens import show_tables
+    from asyncrl.commands.sweep import page_of, swept
+    from asyncrl.preflight.validate import validated_config
+    from asyncrl.results.compare import compare_runs, over_seeds
 
-
-@app.command()
-def samples(
-    run: RunArgument = None,
-    count: Annotated[int, typer.Option(min=1)] = 5,
-    step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(help="train, dropped, or eval: all of one evaluation, by default the newest."),
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Highest rewards instead of the newest.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards instead of the newest.")] = False,
-    dropped: Annotated[bool, typer.Option("--dropped", help="Only untrained ones, with the reason.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new ones until the run ends.")] = False,
-    pairs: Annotated[
-        bool, typer.Option("--pairs", help="Print all preferences as JSON lines, for TRL.")
-    ] = False,
-) -> None:
-    """Show rollouts: prompt, response, reward parts, versions of the tokens."""
-    from asyncrl.cli.screens import show_samples
-    from asyncrl.results.recorded import pairs_of, samples_of, wanted
-
-    if pairs:
-        for line in pairs_of(run):
-            typer.echo(line)
-        return
-    chosen = wanted(count, step, kind, best=best, worst=worst, dropped=dropped)
-    show_samples(samples_of(run, chosen, follow=follow))
-
-
-@app.command()
-def audit(run: RunArgument = None, store: StoreOption = None) -> None:
-    """Show where each issued id is, which proves that no group was lost or trained twice."""
-    from asyncrl.commands.inspect import audit_run, require_whole
-    from asyncrl.telemetry.jsonl import to_json
-
-    found = audit_run(run, store_url=store)
-    typer.echo(json.dumps(to_json(found), indent=1))
-    require_whole(found)
-
-
-@app.command()
-def scale(
-    change: Annotated[
-        str, typer.Argument(help="generators=+2, generators=-1 or generators=4.", metavar="CHANGE")
-    ],
-    run: RunArgument = None,
-) -> None:
-    """Start or drain generators of a run that is up; those that leave give their tickets back."""
-    from asyncrl.commands.scale import scale_run
-
-    before, wanted, came, went = scale_run(change, run)
-    started = f"; started: {', '.join(came)} (the model is loaded first)" if came else ""
-    left = f"; left: {', '.join(went)} (their tickets are given back)" if went else ""
-    typer.echo(f"generators: {before} -> {wanted}{started}{left}")
-
-
-@app.command()
-def down(run: RunArgument = None) -> None:
-    """Let a run finish its step and save; end all of its processes. Ctrl-C ends them without saving."""
-    from asyncrl.commands.down import end_run
-    from asyncrl.commands.stopping import what_is_saved
-    from asyncrl.run.directory import find_run
-
-    directory = find_run(run)
-    killed = end_run(directory, report=lambda text: typer.echo(f"{directory.path}: {text}"))
-    result = "was not up" if killed is None else "stopped"
-    by_force = f" ({killed} had to be killed)" if killed else ""
-    saved = f"; {found}" if killed is not None and (found := what_is_saved(directory)) else ""
-    typer.echo(f"{directory.path}: {result}, no process is left{by_force}{saved}")
+    file, overrides = required_config(words, config)
+    trials, failed = swept(file, overrides, seeds), list[Path]()
+    for trial in trials:
+        validated_config(file, trial.overrides, resumes=True, on_hosts=True)
+    with from_extra("report"):  # the page needs it, after hours
+        import plotly  # noqa: F401
+    for number, trial in enumerate(trials, start=1):
+        typer.echo(f"{number} of {len(trials)}: {trial.directory.path}")
+        try:
+            status = run_up(file, trial.overrides, fresh=False, plain=False)
+        except (AsyncRLError, OSError) as error:
+            typer.echo(f"{trial.directory.path} failed: {error}", err=True)
+            failed.append(trial.directory.path)
+            continue
+        if status:  # a signal has stopped it
+            raise typer.Exit(status)
+    begun = [trial for trial in trials if trial.directory.config.exists()]
+    if len(begun) > 1:
+        page, paths = page_of(trials), [trial.directory.path for trial in begun]
+        means = [over_seeds([(trial.values, trial.directory) for trial in trials])] if seeds > 1 else []
+        show_tables(compare_runs(paths, page, means))
+        typer.echo(page)
+    if failed:
+        typer.echo(f"failed: {', '.join(map(str, failed))}; the same command tries them again", err=True)
+        raise typer.Exit(1)

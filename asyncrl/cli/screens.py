@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -112,7 +112,18 @@ def show_trial(trial: "Trial") -> None:
     kinds = Counter(case.kind for case in trial.cases)
     amounts = ", ".join(f"{amount} {RESPONSE_KINDS[kind]}" for kind, amount in kinds.items())
     console.print(f"{len(trial.cases)} responses: {amounts}")
-    console.print(_trial_table(trial.parts))
+    table = Table(box=None, pad_edge=False)
+    for title in ("part", "weight", "on", "mean", "min", "max", "p50 ms", "max ms", "failed"):
+        table.add_column(title, justify="left" if title in ("part", "on") else "right")
+    for part in trial.parts:
+        times = [f"{1000 * value:.1f}" for value in (statistics.median(part.seconds), max(part.seconds))]
+        head = [part.function.part, f"{part.function.weight:g}"]
+        tail = [*times, f"{part.failures.total()}"]
+        for kind, values in part.scores.items() or {"nothing": []}.items():
+            figures = [number(f(values)) if values else "-" for f in (statistics.fmean, min, max)]
+            table.add_row(*head, kind, *figures, *tail)
+            head, tail = ["", ""], ["", "", ""]
+    console.print(table)
     lacks_references = bool(kinds["wrong"]) and not kinds["reference"]
     doubts = (_doubts(part, lacks_references=lacks_references) for part in trial.parts)
     for line in (*map(_answers, trial.parts), *map(_failures, trial.parts), *doubts):
@@ -142,21 +153,6 @@ def show_environment(trial: "EnvironmentTrial") -> None:
         say(f"ended with `{end.finish_reason}`, {reward}, in {trial.play_s:.2f} s", "bold")
     if trial.problem:
         say(f"failed: {visible(trial.problem)}", "red")
-
-
-def _trial_table(parts: "Sequence[Tried]") -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("part", "weight", "on", "mean", "min", "max", "p50 ms", "max ms", "failed"):
-        table.add_column(title, justify="left" if title in ("part", "on") else "right")
-    for part in parts:
-        times = [f"{1000 * value:.1f}" for value in (statistics.median(part.seconds), max(part.seconds))]
-        head = [part.function.part, f"{part.function.weight:g}"]
-        tail = [*times, f"{part.failures.total()}"]
-        for kind, values in part.scores.items() or {"nothing": []}.items():
-            figures = [number(f(values)) if values else "-" for f in (statistics.fmean, min, max)]
-            table.add_row(*head, kind, *figures, *tail)
-            head, tail = ["", ""], ["", "", ""]
-    return table
 
 
 def _answers(part: "Tried") -> Iterator[Text]:

@@ -14,11 +14,19 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec, open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
-from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plans, node_plan, nodes_in, reachable
-from asyncrl.cluster.slurm_jobs import COMPLETING, jobs_of, run_script, submit
+from asyncrl.cluster.plans import (
+    GENERATORS,
+    described,
+    generators_plan,
+    learner_plans,
+    node_plan,
+    nodes_in,
+    reachable,
+)
+from asyncrl.cluster.slurm_jobs import COMPLETING, allocation, jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
-from asyncrl.commands.up import StartedRun, last_status, require_not_up
+from asyncrl.commands.supervising import StartedRun, last_status, require_not_up
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -127,6 +135,18 @@ def manifests(config: Config, *, fresh: bool, with_keys: bool) -> str:
         directory.make()
         directory.draw_secret()
     return rendered(config, directory.keys())
+
+
+def submits(config: Config) -> bool:
+    """Return whether this process is not in a job of Slurm, which it only submits."""
+    return config.cluster.kind == "slurm" and not allocation()
+
+
+def dry_lines(config: Config, command: Sequence[str]) -> Iterator[str]:
+    """Yield what each host would run, by line, and the job in which `command` would start it."""
+    if submits(config):
+        yield run_script(config, command)
+    yield from described(config, on_gpus=wants_gpus(config))
 
 
 def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterator[str]:

@@ -50,11 +50,14 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
 
 
 def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
-    """Call `audit_store` for a run that is over, or up with a store that answers; see `require_whole`."""
+    """Return counts of the ids of a run that is over, or up with a store that answers, by lane and place.
+
+    `require_whole` judges them. Raises RunError and StoreError.
+    """
     directory = find_run(run)
     config = load_config(directory.config)
     try:
-        return audit_store(config, directory, store_url)
+        return _audit_store(config, directory, store_url)
     except StoreError as error:
         if store_url or config.store.url:
             raise  # a new empty store would prove nothing
@@ -63,7 +66,7 @@ def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
             found = f"{error}; {directory.path} is up, and its data belongs to its own store"
             raise RunError(f"{found}; try again, or end it: asyncrl down {directory.path}") from error
         with RunLock(directory.supervisor_lock), own_store(config, directory, needs_data=True) as server:
-            return audit_store(config, directory, server.url)
+            return _audit_store(config, directory, server.url)
 
 
 def require_whole(audit: dict[str, Any]) -> None:
@@ -76,7 +79,7 @@ def require_whole(audit: dict[str, Any]) -> None:
             raise RunError(f"{lane}: {problem}; please report this with the run directory")
 
 
-def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
+def _audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
     """Return counts of the training lane's ids by place, and under `evaluation NAME` those of each set."""
     from asyncrl.buffer.connection import StoreConnection
     from asyncrl.buffer.lanes import eval_lane, train_lane

@@ -1,32 +1,29 @@
 """`asyncrl rank`: the ranks of one further host of a learner."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.buffer.users import LEARNER as STORE_USER
 from asyncrl.cluster.plans import store_url
-from asyncrl.commands.down import PATIENCE_S
-from asyncrl.commands.stopping import MARGIN
-from asyncrl.commands.up import StartedRun, learner_spec
+from asyncrl.commands.down import MARGIN, PATIENCE_S
+from asyncrl.commands.supervising import StartedRun, supervised_apart
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.hosting.children import family
 from asyncrl.hosting.environment import RUN_VARIABLE
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import placement_of
-from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import FLAG, HOST, LEARNER, name_of, workers_of
 from asyncrl.hosting.route import reaches, unreached
-from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.launch.specs import learner_spec
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.logs import setup_logging
 
 
-@contextmanager
-def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> Iterator[StartedRun]:
+def started_ranks(
+    config: Config, file: Path, number: int, *, learner: str
+) -> AbstractContextManager[StartedRun]:
     """Start the ranks of host `number`, which meet those of the host with the address `learner`.
 
     The config is that of `file`. Raises RunError.
@@ -62,9 +59,7 @@ def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> I
         log_path=directory.logs / f"{name}.out",
         workers=workers_of(here),
     )
-    limits, most = Limits.of(config.control), config.control.max_restarts
-    with family() as members, Supervisor([spec], max_restarts=most, limits=limits) as supervisor:
-        yield StartedRun(supervisor, (), members.tend, lambda: longest_save(config))
+    return supervised_apart([spec], config.control, lambda: longest_save(config))
 
 
 def longest_save(config: Config) -> float:

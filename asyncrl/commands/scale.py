@@ -55,7 +55,7 @@ class Scaled:
         self._configured = count
         if count:
             of = (read_record(self._kept) or {}).get("of")
-            kept = read_wanted(self._kept) if of == count else None
+            kept = _read_wanted(self._kept) if of == count else None
             self._grow(min(count, kept or count), is_extra=False)
             if kept is None:  # the config has changed, and counts
                 _forget(self._kept)
@@ -68,7 +68,7 @@ class Scaled:
         if len(staying) < self._wanted:  # the supervisor has given up an extra generator
             self._write(len(staying))
             self._wanted = len(staying)
-        written = read_wanted(self._path)
+        written = _read_wanted(self._path)
         wanted = None if written is None else written // self._each
         if wanted is None and self._wanted:
             self._write(self._wanted)
@@ -121,7 +121,7 @@ def scale_run(change: str, run: Path | None) -> tuple[int, int, list[str], list[
     if found is None:
         allowed = "generators=+2 (more), generators=-1 (fewer) or generators=4 (that many)"
         raise RunError(f"found `{change}`; allowed is {allowed}")
-    now = read_wanted(directory.scale)
+    now = _read_wanted(directory.scale)
     if now is None or not (is_locked(directory.driver_lock) or directory.supervisor()):
         raise RunError(
             f"{directory.path} starts no generators here now: `asyncrl up` does; with `asyncrl learner`, or "
@@ -165,7 +165,7 @@ def _index(name: str) -> int:
     return int(re.sub(r"\D", "", name))
 
 
-def read_wanted(path: Path) -> int | None:
+def _read_wanted(path: Path) -> int | None:
     """Return the wanted number of generators; None if the file is missing or has no valid number."""
     wanted = (read_record(path) or {}).get("generators")
     return wanted if isinstance(wanted, int) and 1 <= wanted <= MOST else None

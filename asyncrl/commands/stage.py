@@ -5,8 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.commands.stopping import announce
-from asyncrl.commands.up import StartedRun, claimed, supervised
+from asyncrl.commands.supervising import StartedRun, claimed, supervised
 from asyncrl.config.sections import ControlConfig
 from asyncrl.hosting.children import ProcessSpec, family
 from asyncrl.hosting.environment import LEARNER, role_environment
@@ -36,25 +35,12 @@ def started_stage(
         if not fresh:
             refuse_changed_stage(config, directory, fixed)
 
-    with ExitStack() as stack:
-        stack.enter_context(claimed(directory, config, refuse, may_fail, fresh=fresh))
-        members = stack.enter_context(family())
-        setup_logging("supervisor", directory.logs, console=console)
-        with needing(directory.path):
-            begin_stage(config, directory, fixed)
-        begun = supervised([stage_spec(config, directory)], CONTROL, directory, members, may_fail)
-        supervisor, tend = stack.enter_context(begun)
-        yield StartedRun(supervisor, (), tend, lambda: announce(directory, supervisor.doing, CONTROL.slow_s))
-
-
-def stage_spec(config: StageConfig, directory: RunDirectory) -> ProcessSpec:
-    """Describe the process that trains, or with several ranks the one that starts them."""
     on_cpu = bool(config.trl.get("use_cpu"))
     # With more GPUs in sight than ranks, transformers would divide each batch among them.
     gpus, threads = () if on_cpu else range(min(config.ranks, count_gpus())), share_of_cores(config.ranks)
     inherited = [*config.run.environment, *LEARNER]
     env = role_environment(inherited, directory.path, threads=threads, gpus=gpus, on_cpu=on_cpu)
-    return ProcessSpec(
+    spec = ProcessSpec(
         name="stage",
         argv=module_argv("asyncrl.stages.process", "--config", str(directory.config)),
         env=env | QUIET,
@@ -62,3 +48,10 @@ def stage_spec(config: StageConfig, directory: RunDirectory) -> ProcessSpec:
         ends_run=True,
         workers=() if config.ranks == 1 else workers_of(range(config.ranks)),
     )
+    with ExitStack() as stack:
+        stack.enter_context(claimed(directory, config, refuse, may_fail, fresh=fresh))
+        members = stack.enter_context(family())
+        setup_logging("supervisor", directory.logs, console=console)
+        with needing(directory.path):
+            begin_stage(config, directory, fixed)
+        yield stack.enter_context(supervised([spec], CONTROL, directory, members, may_fail))

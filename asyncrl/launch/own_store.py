@@ -1,12 +1,17 @@
-"""The store that a run starts for itself: its users, and how it is kept alive."""
+"""The store of a run: another's, which is tried, or its own with its users, which is kept alive."""
 
 import logging
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 
+from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules
+from asyncrl.config.addresses import stays_here
 from asyncrl.config.schema import Config
-from asyncrl.errors import StoreError
+from asyncrl.config.store import StoreConfig
+from asyncrl.errors import RunError, StoreError
 from asyncrl.hosting.progress import Attention
 from asyncrl.run.directory import RunDirectory
 
@@ -77,3 +82,33 @@ def own_store(config: Config, directory: RunDirectory, *, needs_data: bool = Fal
     # Old data is read on this host, which need not have the address in the config.
     settings = config.store.model_copy(update={"bind": None}) if needs_data else config.store
     return StoreServer(settings, directory.store, users=users, needs_data=needs_data)
+
+
+@contextmanager
+def opened_store(
+    config: Config, directory: RunDirectory, environment: Mapping[str, str]
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the store's URL, and a function to call continually, which restarts a store of the run's own.
+
+    Raises RunError and StoreError for a store that cannot be used, before anything is started.
+    """
+    if config.store.url is not None:
+        require_password(config.store, environment)
+        password = environment.get(config.store.password_env)
+        with closing(StoreConnection(config.store.url, password=password, retry_s=5.0)) as connection:
+            connection.check()
+        yield config.store.url, lambda: None
+        return
+    with own_store(config, directory) as server:
+        yield server.url, KeptStore(server).tend
+
+
+def require_password(store: StoreConfig, environment: Mapping[str, str]) -> None:
+    """Raise RunError for a store on another host if this process has no password for it."""
+    if store.url is None or store.insecure or environment.get(store.password_env) or stays_here(store.url):
+        return
+    raise RunError(
+        f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody who "
+        "reaches that store could delete the run's groups; give it the users of docs/security.md and put the "
+        f"learner's password into {store.password_env}, or set store.insecure: true in a private network"
+    )

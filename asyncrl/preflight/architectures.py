@@ -1,6 +1,7 @@
-"""Architectures that the learner refuses, by the names in a model's config.json: known without torch.
+"""Mistakes in the models of a config: architectures, a teacher, an adapter or layers that cannot be used.
 
-`trainer/miniature.py` finds the same from the code of any architecture; a test compares the two.
+Architectures are refused by the names in a model's config.json, without torch. `trainer/miniature.py` finds
+the same from the code of any architecture; a test compares the two.
 """
 
 import json
@@ -9,9 +10,11 @@ from pathlib import Path
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.model_files import image_problem
+from asyncrl.config.rules import lacking_room
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.lora import require_usable
 
 STATE = "layers that carry a state from token to token, which would leak between packed sequences"
 OWN = "an attention of its own, which does not take packed sequences"
@@ -72,3 +75,27 @@ def teacher_problems(config: Config) -> Iterator[Mistake]:
             return
         if text:
             yield Mistake((key,), text)
+
+
+def model_problems(config: Config) -> Iterator[Mistake]:
+    """Find an adapter or layers that cannot be used, and a store without room for the experts of tokens."""
+    model = config.model
+    if model.lora is None and not model.router_replay:
+        return
+    try:
+        if model.lora is not None:
+            require_usable(model.lora, model.path)
+        if (Path(model.path) / "config.json").is_file():
+            from asyncrl.hosting.machine import read_model  # it imports torch and transformers
+
+            read_model(model)
+            if model.router_replay:
+                from asyncrl.preflight.forecast import frame_bytes
+
+                for one in config.training:
+                    yield from lacking_room(one, frame_bytes(one))
+    except ConfigError as error:
+        key, _, text = str(error).partition(": ")
+        yield Mistake((key,), text)
+    except DataError:  # `file_problems` reports it
+        return

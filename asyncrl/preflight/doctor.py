@@ -1,5 +1,6 @@
 """`asyncrl doctor`: tries everything that a run needs on this machine, and gives a fix for each failure."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -8,8 +9,8 @@ from pathlib import Path
 from asyncrl.config.schema import Config
 from asyncrl.errors import AsyncRLError
 from asyncrl.hosting.gpus import count_gpus
-from asyncrl.preflight.checks import gpu, host, stack, this_run
-from asyncrl.preflight.checks.base import Check, Finding, Outcome, doubtful, execute, fine, wrong
+from asyncrl.preflight.checks import gpu, host, this_run
+from asyncrl.preflight.checks.base import Check, Outcome, doubtful, execute, fine, wrong
 from asyncrl.preflight.doubts import doubts, missing_device
 from asyncrl.preflight.validate import validated_config
 
@@ -19,9 +20,19 @@ SMI = "run nvidia-smi; reset the GPU or restart the machine if it shows an error
 
 def examine(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Outcome]:
     """Check whether the config can be read, then the machine, then what the config needs."""
-    config, finding = _read(config_path, overrides)
-    if finding is not None:
-        yield execute(Check("config", lambda: finding, fix=""))
+    config, started_s = None, time.perf_counter()
+    if config_path is not None:
+        try:
+            config = validated_config(config_path, overrides)
+        except AsyncRLError as error:  # also of a library that is missing
+            finding = wrong(str(error), "correct these lines; `asyncrl validate` checks them again")
+        else:
+            finding = fine(f"{config_path}: every key, file and function is as it should be")
+            if missing := list(missing_device(config)):
+                finding = wrong(missing[0], "set learner.device=auto, or repair the GPU's driver")
+            elif said := doubts(config, config_path, overrides):
+                finding = doubtful("; ".join(said), "change it as it says, or keep it if it is intended")
+        yield Outcome(name="config", finding=finding, seconds=time.perf_counter() - started_s)
     yield from map(execute, machine_checks(config))
     if config is not None:
         yield from map(execute, run_checks(config))
@@ -41,31 +52,17 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     return f"{len(outcomes)} checks: {failed} failed, {warnings} with a warning"
 
 
-def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | None, Finding | None]:
-    if config_path is None:
-        return None, None
-    try:
-        config = validated_config(config_path, overrides)
-    except AsyncRLError as error:  # also of a library that is missing
-        return None, wrong(str(error), "correct these lines; `asyncrl validate` checks them again")
-    if missing := list(missing_device(config)):
-        return config, wrong(missing[0], "set learner.device=auto, or repair the GPU's driver")
-    if said := doubts(config, config_path, overrides):
-        return config, doubtful("; ".join(said), "change it as it says, or keep it if it is intended")
-    return config, fine(f"{config_path}: every key, file and function is as it should be")
-
-
 def machine_checks(config: Config | None) -> list[Check]:
     """Return the checks that every run needs; `config` names the disk that it would write to."""
     needs_vllm = config is None or config.generator.engine == "vllm"
     install = "install asyncrl[cpu] or asyncrl[gpu] in a new virtual environment"
     disk = partial(host.disk, config.run.root if config else Path("runs"))
     checks = [
-        Check("packages", partial(stack.packages, needs_vllm=needs_vllm), install),
-        Check("libraries", partial(stack.libraries, needs_vllm=needs_vllm), install, IMPORT_S),
-        Check("gpus", stack.gpus, "run nvidia-smi; reinstall the driver where it fails", IMPORT_S),
+        Check("packages", partial(host.packages, needs_vllm=needs_vllm), install),
+        Check("libraries", partial(host.libraries, needs_vllm=needs_vllm), install, IMPORT_S),
+        Check("gpus", host.gpus, "run nvidia-smi; reinstall the driver where it fails", IMPORT_S),
         *([Check("gpu state", gpu.state, SMI, IMPORT_S)] if count_gpus() else ()),
-        Check("broadcast", stack.broadcast, "see GLOO_SOCKET_IFNAME", 2 * stack.BROADCAST_S),
+        Check("broadcast", host.broadcast, "see GLOO_SOCKET_IFNAME", 2 * host.BROADCAST_S),
         Check("shared memory", host.shared_memory, "remount /dev/shm"),
         Check("disk", disk, "mount the disk of run.root again"),
     ]

@@ -6,25 +6,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from string import Formatter
-from typing import Any
 
 from asyncrl.builds import CPU, build_of
 from asyncrl.config.algorithm_rules import optimizers
 from asyncrl.config.data_section import EvalSet
 from asyncrl.config.document import Node
 from asyncrl.config.load import read_draft
-from asyncrl.config.model_files import SHOWN, ends_no_response
+from asyncrl.config.model_files import ends_no_response
 from asyncrl.config.named_files import local_files
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import EvalConfig
 from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.data.reader import taken_answers, with_messages
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.machine import share_of_cores, this_machine
 from asyncrl.hosting.placement import idle_gpus, placement_of
 from asyncrl.preflight.definitions import absent_imports
 from asyncrl.preflight.idle_keys import idle_keys
+from asyncrl.preflight.row_problems import places
 from asyncrl.rewards.builtin import BUILTINS
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
@@ -45,25 +45,21 @@ def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: 
     other hosts, too, but which one this is, is not known.
     """
     root = read_draft(Config, path, overrides).root
-    found = (*_evaluation(config, root), *_limits(config, root, path), *_rates(config), *_weights(config))
-    found += (
-        *_endless(config),
-        *_numbers(config),
-        *_rows(config),
-        *_prompts(config, root, path),
-        *_imports(config, generators=generators),
-        *missing_device(config),
-        *idle_keys(config),
-    )
     has_all = generators and config.cluster.kind is None
-    idle = _idle(config, generators=generators) if has_all or not generators else ()
-    return [*found, *_too_much(config, generators=has_all), *idle]
-
-
-def require_device(config: Config) -> None:
-    """Raise ConfigError if the config asks for a GPU that this machine does not have."""
-    for text in missing_device(config):
-        raise ConfigError(text)
+    found = [*_evaluation(config, root), *_limits(config, root, path), *_rates(config), *_weights(config)]
+    model = Path(config.model.path)
+    if not config.sampling.stop and model.is_dir() and ends_no_response(model):
+        text = f"no file in {model} names an end token, so every response is as long as the limit allows"
+        found.append(f"{text}; set eos_token_id in its generation_config.json, or give sampling.stop")
+    found += [*_numbers(config), *_rows(config), *_prompts(config, root, path)]
+    named = [one.function for one in config.reward_functions.values()]
+    named += [name for _, name, one in config.environment_names if one.python is None]
+    for name in dict.fromkeys(named) if has_all else ():
+        found += absent_imports(name)
+    found += [*missing_device(config), *idle_keys(config), *_too_much(config, generators=has_all)]
+    if has_all or not generators:
+        found += _idle(config, generators=generators)
+    return found
 
 
 def missing_device(config: Config) -> Iterator[str]:
@@ -211,24 +207,6 @@ def _most(config: Config) -> float:
     return round(sum(max(part.weight, 0.0) for part in functions), 6)
 
 
-def _imports(config: Config, *, generators: bool) -> Iterator[str]:
-    """Warn of what files of rewards and environments import, and this machine does not have."""
-    if not generators or config.cluster.kind is not None:
-        return
-    named = [one.function for one in config.reward_functions.values()]
-    named += [name for _, name, one in config.environment_names if one.python is None]
-    for name in dict.fromkeys(named):
-        yield from absent_imports(name)
-
-
-def _endless(config: Config) -> Iterator[str]:
-    """Warn of a model whose responses no token can end."""
-    path = Path(config.model.path)
-    if not config.sampling.stop and path.is_dir() and ends_no_response(path):
-        found = f"no file in {path} names an end token, so every response is as long as the limit allows"
-        yield f"{found}; set eos_token_id in its generation_config.json, or give sampling.stop"
-
-
 def _prompts(config: Config, root: Node, path: Path) -> Iterator[str]:
     """Warn of a template that makes equal prompts, and of fewer prompts than are to be evaluated."""
     template = config.data.template
@@ -285,26 +263,19 @@ def _odd_values(rows: Rows, column: str, key: str) -> Iterator[str]:
     if len(rows) > 1 and all(row.get(column) in (None, "") for row in rows):
         yield f"{key}: column `{column}` is null or empty in every row; give it values, or drop it"
     elif 0 < len(null) <= ODD * len(rows):
-        yield f"{key}: column `{column}` is null in {_places(rows, null)}; give it a value, or drop the rows"
+        yield f"{key}: column `{column}` is null in {places(rows, null)}; give it a value, or drop the rows"
     nan = [index for index, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     if nan:
         found = f"column `{column}` is {'infinite' if math.isinf(values[nan[0]]) else 'NaN'} in"
-        yield f"{key}: {found} {_places(rows, nan)}; give it a number, or remove the rows"
-    kinds = {index: _kind(value) for index, value in values.items()}
+        yield f"{key}: {found} {places(rows, nan)}; give it a number, or remove the rows"
+    named = {bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object"}
+    named |= {list: "a list", tuple: "a list"}
+    kinds = {index: named.get(type(one), type(one).__name__) for index, one in values.items()}
     (usual, count), *others = Counter(kinds.values()).most_common() or [("", 0)]
     odd = [index for index, kind in kinds.items() if kind != usual]
     if others and len(odd) <= ODD * len(rows):
         found = f"{key}: column `{column}` holds {usual} in {count} rows and {kinds[odd[0]]} in"
-        yield f"{found} {_places(rows, odd)}; give all rows one type"
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object"}
-    return names.get(type(value), "a list" if isinstance(value, list | tuple) else type(value).__name__)
-
-
-def _places(rows: Rows, indices: Sequence[int]) -> str:
-    return ", ".join(rows.place(index) for index in indices[:SHOWN]) + ", ..." * (len(indices) > SHOWN)
+        yield f"{found} {places(rows, odd)}; give all rows one type"
 
 
 def _evaluation(config: Config, root: Node) -> Iterator[str]:

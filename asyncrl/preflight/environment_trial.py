@@ -47,28 +47,26 @@ def try_environment(
     uses = target if ":" in target or target in TOOLS else _names(Path(target))
     config = EnvironmentConfig(uses=uses, **settings)
     trial = Trial(uses if isinstance(uses, str) else ", ".join(uses))
+    messages = ({"role": "user", "content": prompt},)
+
+    async def play(played: Environments) -> None:
+        try:
+            started_s = time.perf_counter()
+            await played.start()
+            trial.start_s = time.perf_counter() - started_s
+            trial.description, trial.schemas = played.description, played.schemas
+            await require_same_start(played, Prompt(token_ids=(), text=prompt, row=row, messages=messages))
+            talk, started_s = _ScriptedTalk(answers or ANSWERS, trial.spoken), time.perf_counter()
+            trial.outcome = await played.play(talk, row, prompt=messages, seed=SEED, episode=0)
+            trial.play_s = time.perf_counter() - started_s
+        finally:
+            await played.close()
+
     try:
-        asyncio.run(_try(Environments(config), trial, row, prompt, answers or ANSWERS))
+        asyncio.run(play(Environments(config)))
     except EnvironmentFault as fault:
         trial.problem = str(fault)
     return trial
-
-
-async def _try(
-    played: Environments, trial: Trial, row: Mapping[str, Any], prompt: str, answers: Sequence[str]
-) -> None:
-    try:
-        started_s = time.perf_counter()
-        await played.start()
-        trial.start_s = time.perf_counter() - started_s
-        trial.description, trial.schemas = played.description, played.schemas
-        messages = ({"role": "user", "content": prompt},)
-        await require_same_start(played, Prompt(token_ids=(), text=prompt, row=row, messages=messages))
-        talk, started_s = _ScriptedTalk(answers, trial.spoken), time.perf_counter()
-        trial.outcome = await played.play(talk, row, prompt=messages, seed=SEED, episode=0)
-        trial.play_s = time.perf_counter() - started_s
-    finally:
-        await played.close()
 
 
 class _ScriptedTalk:

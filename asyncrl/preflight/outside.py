@@ -135,8 +135,17 @@ def absent_names(config: Config) -> Iterator[Mistake]:
 
     If the hub cannot be reached, it is asked for one name only.
     """
+    models = [("model.path", config.model.path, config.model.revision)]
+    if (config.reference.path, config.reference.revision) != (config.model.path, config.model.revision):
+        models.append(("algorithm.reference.path", config.reference.path, config.reference.revision))
+    models += [(f"scorers.{name}.model", scorer.model, None) for name, scorer in config.scorers.items()]
+    named = [(key, "model", name, revision) for key, name, revision in models if not is_local(name)]
+    for key, task in config.data.tasks.items():
+        if not (task.path.startswith(SEEDS) or is_local(task.path)):
+            whole, _, branch = task.path.partition("@")
+            named.append((key, "dataset", whole.partition(":")[0], branch or None))
     unreached = ""
-    for key, kind, name, revision in _hub_names(config):
+    for key, kind, name, revision in named:
         from huggingface_hub import constants  # slow to import
 
         if not (said := unreached or _refusal(kind, name, revision)):
@@ -146,21 +155,6 @@ def absent_names(config: Config) -> Iterator[Mistake]:
         by_hand = f"`hf download {name} --repo-type {kind} --local-dir DIRECTORY` where there is a network"
         cure = f"correct the name, run `hf auth login`, or give the directory that {by_hand} makes"
         yield Mistake((key,), f"{found}, and {constants.ENDPOINT} {said}; {cure}")
-
-
-def _hub_names(config: Config) -> Iterator[tuple[str, str, str, str | None]]:
-    """Yield (key, model or dataset, name, revision) of what the hub has, by its name."""
-    models = [("model.path", config.model.path, config.model.revision)]
-    if (config.reference.path, config.reference.revision) != (config.model.path, config.model.revision):
-        models.append(("algorithm.reference.path", config.reference.path, config.reference.revision))
-    models += [(f"scorers.{name}.model", scorer.model, None) for name, scorer in config.scorers.items()]
-    for key, name, revision in models:
-        if not is_local(name):
-            yield key, "model", name, revision
-    for key, task in config.data.tasks.items():
-        if not (task.path.startswith(SEEDS) or is_local(task.path)):
-            whole, _, branch = task.path.partition("@")
-            yield key, "dataset", whole.partition(":")[0], branch or None
 
 
 def _refusal(kind: str, name: str, revision: str | None) -> str:

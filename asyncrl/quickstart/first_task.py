@@ -1,8 +1,9 @@
-"""`asyncrl init`: a task to begin with, as files that `asyncrl validate` accepts."""
+"""What a user begins with: the task of `asyncrl init`, and the model and data of `asyncrl quickstart`."""
 
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,14 @@ from typing import Any
 
 from asyncrl.config.named_files import has_chat_template
 from asyncrl.config.resolved import dump_values
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.rewards.builtin import obstacle
+from asyncrl.run.directory import write_directory
 
+# The quick-start model, so that a first run waits for no warm-up; `python examples/pupils.py sums DIRECTORY`
+# makes the same again.
+SHIPPED = Path(__file__).with_name("adder")
+RECORD = "build.json"
 CONFIG = "task.yaml"
 OWN, EXAMPLES = "own", "examples"
 # The numbers of the example rows; the last two rows are held out.
@@ -146,3 +152,30 @@ def write_task(directory: Path, answers: Answers) -> list[Path]:
     for path, content in paths.items():
         path.write_text(content, encoding="utf-8")
     return list(paths)
+
+
+def found_model(directory: Path, digest: str, report: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the record of the model in `directory` if it is the one of `digest`.
+
+    Raises RunError if the directory holds something else than a quick-start model.
+    """
+    record = directory / RECORD
+    if not record.is_file():
+        if directory.exists():
+            cure = "remove it or name another directory"
+            raise RunError(f"{directory} exists without a quick-start model; {cure}")
+        return None
+    built: dict[str, Any] = json.loads(record.read_text())
+    if built["digest"] != digest:
+        return None
+    report(f"the quick-start model is ready in {directory}: held-out accuracy {built['accuracy']:.0%}")
+    return built
+
+
+def place_model(directory: Path, report: Callable[[str], None]) -> None:
+    """Copy model and data to `directory` unless they are there. Raises RunError."""
+    digest = json.loads((SHIPPED / RECORD).read_text())["digest"]
+    if found_model(directory, digest, report) is None:
+        with write_directory(directory) as writing:
+            shutil.copytree(SHIPPED, writing, dirs_exist_ok=True)
+        found_model(directory, digest, report)

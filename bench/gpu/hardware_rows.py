@@ -23,7 +23,7 @@ from asyncrl.errors import DataError
 from asyncrl.hosting.gpus import count_together
 from asyncrl.hosting.processes import bound_to_us, module_argv, stop_processes
 from asyncrl.preflight.checks import gpu
-from asyncrl.preflight.checks import stack as software
+from asyncrl.preflight.checks import host as software
 from asyncrl.preflight.checks.base import Finding
 from asyncrl.trainer.attention import choose_attention
 from asyncrl.weights.slots import Slot

@@ -22,7 +22,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.cli.foreground import run_here
-from asyncrl.commands import up
+from asyncrl.commands import supervising
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.data_files import DataFiles
@@ -30,6 +30,7 @@ from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.hosting.processes import die_with_parent
+from asyncrl.launch import specs
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
@@ -181,16 +182,16 @@ def main() -> int:
         f"from asyncrl.hosting.processes import die_with_parent; import time; die_with_parent({os.getpid()}); "
         "time.sleep(600)"
     )
-    up.learner_spec = lambda config, directory, store_url, placement: spec(
+    specs.learner_spec = lambda config, directory, store_url, placement: spec(
         "learner",
         ["-m", "reliability.crash.small_run", "learner", str(directory.config), store_url],
         directory,
         ends_run=True,
     )
-    up.generator_maker = lambda config, directory, store_url, keys, *, learner, prefix="g", scorers=None: (
+    specs.generator_maker = lambda config, directory, store_url, keys, *, learner, prefix="g", scorers=None: (
         lambda index, count, running: spec(f"{prefix}{index}", ["-c", idle], directory)
     )
-    up.LEAVE_S = 0.1
+    supervising.LEAVE_S = 0.1
     try:
         return run_here(
             load_config(path, [f"learner.steps={last}"]), fresh=False, generators=True, plain=True

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.commands import up
+from asyncrl.commands import supervising
 from asyncrl.commands.inspect import status_values
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -139,7 +139,7 @@ def look(state: State, work: Path) -> str:
         def refuse() -> None:
             refuse_changes(config, directory, before, DataFiles(config))
 
-        with up.claimed(directory, config, refuse, BestEffort(), fresh=False):
+        with supervising.claimed(directory, config, refuse, BestEffort(), fresh=False):
             StepDeaths(directory.step_under_way)
             saved = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).load(weights)
     except Exception as error:  # noqa: BLE001 - whatever it is, a person would be needed

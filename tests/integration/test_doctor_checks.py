@@ -17,7 +17,7 @@ import yaml
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.load import load_config
 from asyncrl.config.store import StoreConfig
-from asyncrl.preflight.checks import host, stack
+from asyncrl.preflight.checks import host
 from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Check, Finding, execute, fine
 from tests.support.command import ASYNCRL
@@ -72,14 +72,14 @@ def test_a_check_that_raises_crashes_or_hangs_is_a_failure_with_its_fix_and_leav
 
 def test_processes_that_do_not_reach_each_other(monkeypatch):
     refused = [sys.executable, "-c", "import sys; sys.exit('gloo: connection refused')"]
-    finding = stack.broadcast_over("gloo", refused)
+    finding = host.broadcast_over("gloo", refused)
     assert (
         finding.verdict == "failed"
         and "connection refused" in finding.found
         and "GLOO_SOCKET_IFNAME" in finding.fix
     )
-    monkeypatch.setattr(stack, "BROADCAST_S", 1.0)
-    finding = stack.broadcast_over("nccl", [sys.executable, "-c", HANG])
+    monkeypatch.setattr(host, "BROADCAST_S", 1.0)
+    finding = host.broadcast_over("nccl", [sys.executable, "-c", HANG])
     assert (
         finding.verdict == "failed" and "did not meet" in finding.found and "NCCL_P2P_DISABLE" in finding.fix
     )

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from asyncrl.buffer.server import Choice, StoreServer
-from asyncrl.cli import running
+from asyncrl.cli import watching
 from asyncrl.commands import down
 from asyncrl.commands.down import processes_of
 from asyncrl.config.schema import Config
@@ -59,11 +59,11 @@ def test_a_supervisor_that_has_ended_is_not_waited_for(
         found = directory.supervisor()
         assert found is not None and found.pid == supervisor.pid
         begun_s = time.monotonic()
-        running.down(directory.path)
+        watching.down(directory.path)
         assert psutil.Process(supervisor.pid).status() == psutil.STATUS_ZOMBIE
         assert time.monotonic() - begun_s < 30.0  # it would wait for a minute
     assert capsys.readouterr().out.endswith("stopped, no process is left\n")
-    running.down(directory.path)
+    watching.down(directory.path)
     assert capsys.readouterr().out.endswith("was not up, no process is left\n")
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_was_being_started_is_stopped_too(tmp_path: Path, monkeypatch
             return wait(processes, is_over)
 
         monkeypatch.setattr(down, "_wait", slow)
-        running.down(directory.path)
+        watching.down(directory.path)
         assert late[0].wait(timeout=60) == -signal.SIGTERM, "it was asked, not killed"
 
 
@@ -112,7 +112,7 @@ def test_a_supervisor_gets_the_time_that_it_announces(
     directory = run_in(tmp_path)
     with held(directory, SAVES) as supervisor:
         wait_until((directory.path / "supervisor.lock.ready").exists)
-        running.down(directory.path)
+        watching.down(directory.path)
         assert supervisor.wait(60) == 0, "it was not killed"
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith(": finishing step 8")
@@ -199,7 +199,7 @@ def test_who_sheds_his_environment_and_his_session_still_belongs_to_the_run(
             escaped = psutil.Process(int(left.read_text()))
             wait_until(lambda: escaped.parent().ppid() == supervisor.pid)  # type: ignore[union-attr]
             assert processes_of(directory.path) == [], "the mark is gone"
-            running.down(directory.path)
+            watching.down(directory.path)
             assert supervisor.wait(60) == 0
         finally:
             supervisor.kill()

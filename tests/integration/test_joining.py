@@ -19,8 +19,9 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
 from asyncrl.cli.running import generator
+from asyncrl.commands import found
 from asyncrl.commands import join as joining
-from asyncrl.commands.join import check_allowed, wishes
+from asyncrl.commands.found import check_allowed, wishes
 from asyncrl.config.base import SECTIONS_ONLY
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
@@ -128,7 +129,7 @@ def test_code_of_a_record_is_not_run_without_this_hosts_consent(server, record, 
 @pytest.mark.parametrize("text", ATTACKS)
 def test_each_wish_is_allowed_by_its_own_name_only(text):
     wanted = config(**ATTACKS[text])
-    assert [wish.text for wish in wishes(wanted)] == [text]
+    assert [text for _, text in wishes(wanted)] == [text]
     check_allowed(wanted, [text])
     for others in ([], [other for other in ATTACKS if other != text], [text.upper() + "x"], [""]):
         with pytest.raises(RunError, match="you have not allowed"):
@@ -167,7 +168,7 @@ def test_of_our_own_modules_only_the_games_need_no_consent():
     assert list(wishes(config(environment={"uses": "asyncrl.quickstart.games:Guess"}))) == []
     for place in ("asyncrl.egg-info/../evil.py", "asyncrl.plugins"):
         wanted = config(environment={"uses": f"{place}:f"})
-        assert [wish.text for wish in wishes(wanted)] == [place]
+        assert [text for _, text in wishes(wanted)] == [place]
 
 
 def test_the_stores_operator_runs_nothing_here(server, record, host):
@@ -189,7 +190,7 @@ def join_here(server, host, monkeypatch):
     def wait(seconds):
         yield_to.pop(0)()
 
-    monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
+    monkeypatch.setattr(found, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
 
     def join(*moments, wait_s=600.0):
         yield_to[:] = moments

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.errors import DataError, RunError
-from asyncrl.quickstart.shipped import SHIPPED, place
+from asyncrl.quickstart.first_task import SHIPPED, place_model
 from examples import pupils
 from examples.pupils import (
     CHARACTERS,
@@ -158,7 +158,7 @@ def test_the_default_model_has_a_head_size_that_vllm_takes_on_cpus():
 def test_the_shipped_model_adds_carelessly_and_has_the_rows_of_its_recipe(tmp_path):
     lines: list[str] = []
     for _ in range(2):
-        place(tmp_path / "q", lines.append)
+        place_model(tmp_path / "q", lines.append)
     assert len(lines) == 2 and lines[0] == lines[1] and "is ready" in lines[0]
     built = json.loads((tmp_path / "q" / "build.json").read_text())
     assert built["digest"] == Sums().digest, "the recipe has changed: make it again"
@@ -175,11 +175,11 @@ def test_the_shipped_model_adds_carelessly_and_has_the_rows_of_its_recipe(tmp_pa
 
 def test_the_shipped_model_replaces_one_of_another_recipe_and_nothing_else(tmp_path):
     make_sums(tmp_path / "q", TINY, silent)
-    place(tmp_path / "q", silent)
+    place_model(tmp_path / "q", silent)
     assert json.loads((tmp_path / "q" / "build.json").read_text())["digest"] == Sums().digest
     (tmp_path / "other").mkdir()
     with pytest.raises(RunError, match="exists without a quick-start model"):
-        place(tmp_path / "other", silent)
+        place_model(tmp_path / "other", silent)
 
 
 @pytest.mark.timeout(1200)

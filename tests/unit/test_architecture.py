@@ -56,7 +56,7 @@ OPENS = {
 PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typing", "enum"}
 READS_THE_ENVIRONMENT = {
     # entry points: what a process was called with, which they pass on
-    "cli/main.py", "commands/hosts.py", "commands/up.py", "commands/join.py", "commands/rank_host.py", "commands/inspect.py", "preflight/checks/this_run.py",
+    "cli/main.py", "commands/hosts.py", "commands/up.py", "commands/join.py", "commands/found.py", "commands/rank_host.py", "commands/inspect.py", "preflight/checks/this_run.py",
     "launch/learner_process.py", "launch/generator_process.py", "launch/scorer_process.py", "launch/ranks.py", "launch/roles.py", "stages/process.py",
     # what child processes inherit
     "hosting/processes.py", "hosting/environment.py", "hosting/gpus.py", "results/engine_process.py",

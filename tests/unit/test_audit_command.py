@@ -25,7 +25,7 @@ def unanswered(path, monkeypatch, url=None):
     def refused(*arguments):
         raise StoreError("wrong password")
 
-    monkeypatch.setattr(inspect, "audit_store", refused)
+    monkeypatch.setattr(inspect, "_audit_store", refused)
     return directory
 
 

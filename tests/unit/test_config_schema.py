@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.columns import COLUMNS, EXPERTS, KEPT_COUNTS, KEPT_IDS, TEACHER, of_token
-from asyncrl.commands.up import require_password
 from asyncrl.config import registry, rules
 from asyncrl.config.addresses import is_everywhere, is_loopback
 from asyncrl.config.algorithm_rules import GROUP_ADVANTAGES
@@ -22,6 +21,7 @@ from asyncrl.config.outline import all_paths, default_name, kind_at, schema_at
 from asyncrl.config.resolved import SHARED
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
+from asyncrl.launch.own_store import require_password
 
 
 def config(**parts: Any) -> Config:
@@ -930,20 +930,18 @@ def test_a_store_of_this_machine_or_behind_tls_needs_nothing_said(url: str) -> N
     assert config(store={"url": url}).store.url == url
 
 
-def test_a_store_on_another_host_needs_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ASYNCRL_STORE_PASSWORD", raising=False)
+def test_a_store_on_another_host_needs_a_password() -> None:
     far = config(store={"url": "rediss://learner@host"}).store
     with pytest.raises(RunError, match=r"ASYNCRL_STORE_PASSWORD holds no password.*store\.insecure: true"):
-        require_password(far)
+        require_password(far, {})
     for fine in (
         {"url": "unix:///a.sock"},
         {"url": "redis://127.0.0.1"},
         {"url": "redis://host", "insecure": True},
         {},
     ):
-        require_password(config(store=fine).store)
-    monkeypatch.setenv("ASYNCRL_STORE_PASSWORD", "x")
-    require_password(far)
+        require_password(config(store=fine).store, {})
+    require_password(far, {"ASYNCRL_STORE_PASSWORD": "x"})
 
 
 def test_a_store_is_configured_or_started_and_not_both() -> None:

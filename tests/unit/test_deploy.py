@@ -18,14 +18,15 @@ from packaging.utils import canonicalize_name
 from asyncrl import __version__
 from asyncrl.buffer.users import GENERATOR, LEARNER
 from asyncrl.cli.app import app
-from asyncrl.commands import stopping
-from asyncrl.commands.up import LEAVE_S, learner_spec
+from asyncrl.commands.down import MARGIN
+from asyncrl.commands.supervising import LEAVE_S
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
 from asyncrl.hosting import gpus
 from asyncrl.hosting.environment import child_environment
 from asyncrl.hosting.placement import choose_transport, misplaced, placement_of
+from asyncrl.launch.specs import learner_spec
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import SECRET_FILE_VARIABLE
 from tests.support.compose import DEPLOY, compose, env_file, mounts, used_variables, words
@@ -135,7 +136,7 @@ def test_store_and_learner_agree(tmp_path):
     assert gib(SERVICES["store"]["deploy"]["resources"]["limits"]["memory"]) > gib(settings["maxmemory"])
     assert settings["dir"] in [volume.split(":")[1] for volume in SERVICES["store"]["volumes"]]
     assert config.control.bind.startswith("tcp://127.0.0.1:")
-    longest_s = 2 * stopping.MARGIN * config.control.slow_s
+    longest_s = 2 * MARGIN * config.control.slow_s
     for name in ("learner", "box"):
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > longest_s + LEAVE_S
 

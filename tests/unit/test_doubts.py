@@ -12,7 +12,8 @@ from asyncrl.data import dataset
 from asyncrl.errors import ConfigError
 from asyncrl.hosting import machine
 from asyncrl.preflight import doubts as doubt_rules
-from asyncrl.preflight.doubts import doubts, require_device
+from asyncrl.preflight.doubts import doubts
+from asyncrl.preflight.fit import _require_usable
 from asyncrl.preflight.idle_keys import KEYS
 from tests.support.model_files import model_files
 
@@ -284,10 +285,10 @@ def test_a_gpu_that_is_not_there_ends_a_run_before_it_begins(monkeypatch: pytest
     Path("run.yaml").write_text(OWN)
     config = load_config(Path("run.yaml"), ["learner.device=cuda"])
     with pytest.raises(ConfigError, match=r"shows no GPU; set learner\.device=auto or cpu"):
-        require_device(config)
+        _require_usable(config)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
-    require_device(config)
+    _require_usable(config)
 
 
 GAME, AGENT = "environment.uses=game.py:Game", "environment.command=[python, agent.py]"

@@ -24,8 +24,8 @@ from asyncrl.hosting.machine import Machine, read_model
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.placement import placement_of
 from asyncrl.preflight import fit
-from asyncrl.preflight.forecast import Forecast, checkpoint_bytes, forecast
-from asyncrl.preflight.frame_size import frame_bytes
+from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
+from asyncrl.preflight.memory_forecast import checkpoint_bytes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.trainer.kept import counted
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
@@ -548,10 +548,10 @@ def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
         machine = replace(GPU, gpu_bytes=(size_gib * GIB,))
         monkeypatch.setattr(fit, "this_machine", lambda device, machine=machine: machine)
         if has_room:
-            fit.require_fit(config, generators=True)
+            fit.require_fit(config)
         else:
             with pytest.raises(ConfigError, match=r"GPU 0: .* set learner.gradient_checkpointing: true"):
-                fit.require_fit(config, generators=True)
+                fit.require_fit(config)
     taught = config_of(
         model={"dtype": "bfloat16"}, algorithm={"advantage": "distill", "reference": {"path": "t"}}
     )
@@ -559,12 +559,12 @@ def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
     monkeypatch.setattr(fit, "this_machine", lambda device: replace(GPU, gpu_bytes=(80 * GIB,)))
     fit.require_room(taught.model_copy(update={"model": ModelConfig(path="hub/name")}), 1)
     with pytest.raises(ConfigError, match=r"GPU 0: .*reference 15\.0 GiB"):
-        fit.require_fit(taught, generators=True)
+        fit.require_fit(taught)
     monkeypatch.setattr(fit, "this_machine", lambda device: CPU)
     monkeypatch.setattr(
         fit, "read_trained_shape", lambda model, learner: pytest.fail("no model is read without a GPU")
     )
-    fit.require_fit(config, generators=True)
+    fit.require_fit(config)
 
 
 LLAMA_8B = ModelShape(

@@ -19,7 +19,7 @@ from asyncrl.hosting.nvidia import (
     read_instances,
     visible_gpus,
 )
-from asyncrl.preflight import doubts
+from asyncrl.preflight import doubts, fit
 from asyncrl.preflight.checks import gpu as checks
 from asyncrl.preflight.doctor import machine_checks
 from asyncrl.preflight.fit import require_fit, require_room
@@ -161,7 +161,7 @@ def test_faults_are_named_next_to_an_old_driver_and_to_processes_that_are_not_kn
     rows = f"/bin/cat <<'END'\n{ROWS}END"
     refusal = "case $1 in --query-compute*) echo Unknown Error; exit 9;; esac"
     tool(tmp_path, "nvidia-smi", f"{refusal}\n{rows}")
-    monkeypatch.setattr(checks, "kernel_log", lambda: LOG)
+    monkeypatch.setattr(checks, "_kernel_log", lambda: LOG)
     monkeypatch.setattr(checks, "_driver_fault", lambda gpu: "an old driver")
     finding = checks.state()
     said = ("an old driver; nvidia-smi: Unknown Error; GPU", "3 memory errors", "Xid 79", "59.8 GiB of")
@@ -186,10 +186,10 @@ def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tm
     without_tools(monkeypatch, tmp_path)
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     config = config_of(generator={"vllm": {}})
-    require_fit(config, generators=True)
+    require_fit(config)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     with pytest.raises(ConfigError, match=r"GPU 0: .* other processes 59\.8 GiB.*; end the other processes"):
-        require_fit(config, generators=True)
+        require_fit(config)
 
 
 def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_path):
@@ -228,7 +228,7 @@ def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_p
 def test_a_machine_without_the_tools_is_not_refused(monkeypatch, tmp_path):
     without_tools(monkeypatch, tmp_path)
     config = config_of()
-    require_fit(config, generators=True)
+    require_fit(config)
     assert "NVIDIA_DRIVER_CAPABILITIES" in "".join(checks.gpu_doubts(config))
     assert checks.state().verdict == "warning"
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
@@ -293,10 +293,10 @@ def test_torch_for_cpus_on_a_machine_with_gpus_is_refused_with_both_ways_out(mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(doubts, "build_of", lambda package: "cpu")
     with pytest.raises(ConfigError, match=r"2 GPUs, but torch .* asyncrl\[gpu\], or set learner\.device=cpu"):
-        doubts.require_device(config_of())
-    doubts.require_device(config_of(learner={"device": "cpu"}))
+        fit._require_usable(config_of())
+    fit._require_usable(config_of(learner={"device": "cpu"}))
     monkeypatch.setattr(doubts, "build_of", lambda package: "cu130")
-    doubts.require_device(config_of())
+    fit._require_usable(config_of())
 
 
 def test_a_flash_attention_of_another_torch_is_named_where_it_is_chosen(monkeypatch, tmp_path):

@@ -34,12 +34,12 @@ from asyncrl.cluster.plans import (
 )
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
+from asyncrl.commands import found as joining
 from asyncrl.commands import hosts as hosts_command
-from asyncrl.commands import join
+from asyncrl.commands.found import require_learner
 from asyncrl.commands.hosts import started_on_hosts
-from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
-from asyncrl.commands.up import claimed
+from asyncrl.commands.supervising import claimed
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError, RunNotUp
@@ -149,9 +149,9 @@ def test_of_runs_with_the_same_store_the_one_that_is_meant_is_joined(
 ):
     monkeypatch.chdir(tmp_path)
     nothing = SimpleNamespace(close=lambda: None, read=lambda: None)
-    monkeypatch.setattr(join, "StoreConnection", lambda *_, **__: nothing)
-    monkeypatch.setattr(join, "RunRecord", lambda *_: nothing)
-    monkeypatch.setattr(join, "clock_skew_s", lambda connection: 0.0)
+    monkeypatch.setattr(joining, "StoreConnection", lambda *_, **__: nothing)
+    monkeypatch.setattr(joining, "RunRecord", lambda *_: nothing)
+    monkeypatch.setattr(joining, "clock_skew_s", lambda connection: 0.0)
     runs = {name: RunDirectory(Path("runs", name)) for name in ("oldest", "newest", "ours", "older")}
     for name, age_s in zip(runs, (400, 100, 200, 300), strict=True):
         runs[name].make()
@@ -161,7 +161,7 @@ def test_of_runs_with_the_same_store_the_one_that_is_meant_is_joined(
         os.utime(url, (1e9 - age_s, 1e9 - age_s))
     key = runs["older"].keys().join
     ours = config(run={"name": "ours"})
-    joined = join._find(
+    joined = joining._find(
         "redis://10.0.0.9:6379/0", ours if has_config else None, (lambda: key) if has_key else None
     )
     assert joined.learners == runs[found] and joined.keys == runs[found].keys().join
@@ -170,7 +170,7 @@ def test_of_runs_with_the_same_store_the_one_that_is_meant_is_joined(
 def test_a_store_of_the_command_line_that_is_not_a_url_is_named():
     for scheme in ("redis", "rediss"):
         with pytest.raises(RunError, match="--store is not a URL: Invalid IPv6 URL"):
-            join._find(f"{scheme}://[fd00::9:6379/0", None, None)
+            joining._find(f"{scheme}://[fd00::9:6379/0", None, None)
 
 
 @pytest.fixture
@@ -755,7 +755,7 @@ def test_hosts_look_for_no_file_that_is_written_later(tmp_path, monkeypatch):
     def opened(config):
         keys = directory.keys().join
         monkeypatch.setattr(Path, "glob", looked)
-        found.append(join._run_of(keys, ours))
+        found.append(joining._run_of(keys, ours))
         raise RunError("no engine")
 
     monkeypatch.setattr(hosts_command, "open_cluster", opened)

@@ -28,7 +28,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import ConfigError, DataError, RowsChanged
 from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.memory_use import Rank, published_bytes
-from asyncrl.preflight.forecast import checkpoint_bytes
+from asyncrl.preflight.memory_forecast import checkpoint_bytes
 from asyncrl.preflight.validate import validated_config
 from asyncrl.trainer.loading import export_model
 from asyncrl.types import Group, Rollout, VersionSpan

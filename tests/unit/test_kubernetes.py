@@ -11,8 +11,7 @@ from asyncrl.cli.app import app
 from asyncrl.cli.app import run as typed
 from asyncrl.cluster.kubernetes import GENERATORS_GRACE_S, problems, rendered
 from asyncrl.cluster.plans import reachable
-from asyncrl.commands.down import PATIENCE_S
-from asyncrl.commands.stopping import MARGIN
+from asyncrl.commands.down import MARGIN, PATIENCE_S
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ClusterConfig

@@ -207,7 +207,7 @@ def test_other_rows_under_the_same_name_are_another_run(path, tmp_path, monkeypa
         with pytest.raises(ConfigError, match=found):
             run_here(load_config(path), fresh=False, generators=True, plain=True)
     monkeypatch.setattr(
-        "asyncrl.commands.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins again"))
+        "asyncrl.commands.up.opened_store", lambda *_: (_ for _ in ()).throw(RunError("it begins again"))
     )
     with pytest.raises(RunError, match="it begins again"):
         run_here(load_config(path), fresh=True, generators=True, plain=True)
@@ -244,7 +244,9 @@ def test_the_newest_state_is_read_once(path, monkeypatch):
     trained(config, 5)
     read = CheckpointStore.newest_state
     monkeypatch.setattr(CheckpointStore, "newest_state", lambda self: reads.append(self) or read(self))
-    monkeypatch.setattr("asyncrl.commands.up._store", lambda *_: (_ for _ in ()).throw(RunError("it begins")))
+    monkeypatch.setattr(
+        "asyncrl.commands.up.opened_store", lambda *_: (_ for _ in ()).throw(RunError("it begins"))
+    )
     with pytest.raises(RunError, match="it begins"):
         run_here(config, fresh=False, generators=True, plain=True)
     assert len(reads) == 1

@@ -17,7 +17,7 @@ from asyncrl.columns import EXPERTS
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.hosting.machine import read_model, routing_sizes
-from asyncrl.preflight.frame_size import frame_bytes
+from asyncrl.preflight.forecast import frame_bytes
 from asyncrl.preflight.validate import validated_config
 from asyncrl.routing import experts_of_tokens, recorded, routers_of, watch
 from asyncrl.routing import routing_sizes as sizes_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.join import wishes
+from asyncrl.commands.found import wishes
 from asyncrl.config.base import SECTIONS_ONLY
 from asyncrl.config.outline import schema_at
 from asyncrl.config.reward_section import REMOTE
@@ -135,7 +135,7 @@ def merged(base: Any, over: Any) -> Any:
 
 
 def asked(over: Any) -> list[str]:
-    return [wish.text for wish in wishes(Config.model_validate(merged(PLAIN, over), context=SECTIONS_ONLY))]
+    return [text for _, text in wishes(Config.model_validate(merged(PLAIN, over), context=SECTIONS_ONLY))]
 
 
 def test_for_every_text_of_a_config_it_is_said_whether_it_names_code():

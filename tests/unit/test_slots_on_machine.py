@@ -51,4 +51,4 @@ def test_what_is_published_on_the_host_is_counted_there(machine, tmp_path, monke
         plan = plan_of(path, ["learner.device=auto", "batch.group_size=4", *hosts])
         assert not [line for line in plan.lines if "for a generator" in line.formed], "they are elsewhere"
         assert HOST_SLOTS not in plan.warnings and plan["groups being sampled"] == 2 * 3 * 8 // 4
-        require_fit(with_slots(load_config(path, ["learner.device=auto"])), generators=True)
+        require_fit(with_slots(load_config(path, ["learner.device=auto"])))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.running import status
+from asyncrl.cli.watching import status
 from asyncrl.commands.inspect import status_values
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock

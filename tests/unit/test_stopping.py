@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.cli.foreground import stop_on_signals
-from asyncrl.commands import stopping
-from asyncrl.commands.stopping import LEAST_S, announce, read_stop, what_is_saved
-from asyncrl.commands.up import StartedRun
+from asyncrl.commands import down
+from asyncrl.commands.down import LEAST_S, announce, read_stop, what_is_saved
+from asyncrl.commands.supervising import StartedRun
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.supervisor import USER_ERROR, Supervisor
@@ -54,7 +54,7 @@ def test_the_limit_is_twice_what_the_last_step_and_the_last_checkpoint_took(tmp_
     assert stop.within_s == pytest.approx(within_s), "`asyncrl down` waits as long"
     known = {name.removeprefix("time/") for row in measured for name in row}
     unknown = " and no ".join(one for one in ("step", "checkpoint") if one not in known)
-    why = f", as no {unknown} was measured lately (" if unknown else f"{stopping.duration(within_s)} ("
+    why = f", as no {unknown} was measured lately (" if unknown else f"{down.duration(within_s)} ("
     assert why in stop.text, "an hour needs a reason"
 
 
@@ -96,7 +96,7 @@ def test_without_a_learner_there_is_nothing_to_wait_for(tmp_path):
 
 
 def test_files_that_cannot_be_read_leave_the_learner_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "Tail", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(down, "Tail", lambda *_, **__: 1 / 0)
     assert announce(run_at(tmp_path), "train", SLOW_S) == 4 * SLOW_S
 
 

@@ -3,14 +3,14 @@
 import os
 import signal
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.cli import foreground
-from asyncrl.commands import hosts, up
+from asyncrl.commands import hosts, supervising, up
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.errors import RunError, StoreError
@@ -18,7 +18,7 @@ from asyncrl.hosting import machine
 from asyncrl.hosting.children import Family, ProcessSpec
 from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.supervisor import Supervisor
-from asyncrl.launch import own_store
+from asyncrl.launch import own_store, specs
 from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run import directory as run_directory
 from asyncrl.run.directory import RunDirectory
@@ -64,10 +64,10 @@ class Server:
 
 def test_a_store_that_cannot_start_is_tried_again(monkeypatch, tmp_path, caplog):
     server = Server()
-    monkeypatch.setattr(up, "own_store", lambda *_: server)
+    monkeypatch.setattr(own_store, "own_store", lambda *_: server)
     monkeypatch.setattr(own_store, "AGAIN_S", 0.0)
-    with ExitStack() as stack:
-        url, tend = up._store(SimpleNamespace(store=SimpleNamespace(url=None)), RunDirectory(tmp_path), stack)
+    config = SimpleNamespace(store=SimpleNamespace(url=None))
+    with own_store.opened_store(config, RunDirectory(tmp_path), {}) as (url, tend):
         assert url == server.url
         server.is_running = False
         tries = 0
@@ -116,7 +116,7 @@ def test_a_run_goes_on_if_the_reader_of_its_lines_leaves(how_to_join, tmp_path, 
     supervisor = SimpleNamespace(run=supervise, stop=lambda **_: None, is_over=True)
     with open(writing, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        started = up.StartedRun(supervisor, how_to_join, lambda: None)
+        started = supervising.StartedRun(supervisor, how_to_join, lambda: None)
         assert foreground._watched(started, RunDirectory(tmp_path), lines=True) == 0
         assert os.fstat(writing).st_rdev == os.stat(os.devnull).st_rdev, "the lines that are left go nowhere"
     assert run.step == 3
@@ -152,11 +152,11 @@ def test_the_last_status_says_how_the_run_ended(before, program, asks, after, me
     control = ControlConfig(max_restarts=0)
     with (
         pytest.raises(RunError) if after == "failed" else nullcontext(),
-        up.supervised([spec], control, directory, Family(), BestEffort()) as (supervisor, tend),
+        supervising.supervised([spec], control, directory, Family(), BestEffort()) as run,
     ):
         if asks:
-            supervisor.request_stop("SIGTERM")
-        supervisor.run(tend)
+            run.supervisor.request_stop("SIGTERM")
+        run.supervisor.run(run.tend)
     status = read_status(directory.status)
     assert status.state == after and status.message.startswith(message) and status.step == 3
 
@@ -197,7 +197,7 @@ def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     config, directory = config_of(), RunDirectory(tmp_path)
     keys = RunKeys(b"k" * 32).join
-    make = up.generator_maker(
+    make = specs.generator_maker(
         config, directory, "unix:///s", keys, learner=placement_of(config, 2).learner_seats
     )
     assert make(0, 1, ()).env["CUDA_VISIBLE_DEVICES"] == "1"
@@ -208,12 +208,12 @@ def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path
     assert make(1, 1, ["learner"]).env["CUDA_VISIBLE_DEVICES"] == "1", "g0 has left"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     one = placement_of(config, 1)
-    make = up.generator_maker(config, directory, "unix:///s", keys, learner=one.learner_seats)
+    make = specs.generator_maker(config, directory, "unix:///s", keys, learner=one.learner_seats)
     make(0, 1, ["learner"])
     with pytest.raises(RunError, match=r"GPU 0, .* keep 57% for rank 0 of the learner, 40% for g0"):
         make(1, 2, ["learner", "g0"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    make = up.generator_maker(config, directory, "unix:///s", keys, learner=placement_of(config, 0).ranks)
+    make = specs.generator_maker(config, directory, "unix:///s", keys, learner=placement_of(config, 0).ranks)
     assert [make(index, 9, [f"g{other}" for other in range(index)]).name for index in range(9)]
 
 
@@ -251,7 +251,7 @@ def test_a_scorer_gets_a_share_of_its_gpu_which_it_keeps(monkeypatch, tmp_path):
     directory = RunDirectory(tmp_path)
     (spec,) = scorer_specs(config, directory, config.served)
     assert spec.argv[-3:] == ["--memory-share", "0.2", "--shared-gpu"]
-    make = up.generator_maker(
+    make = specs.generator_maker(
         config, directory, "unix:///s", RunKeys(b"k" * 32).join, learner=placement_of(config, 1).learner_seats
     )
     assert make(0, 1, ["learner"]).argv[-3:] == ["--memory-share", "0.2", "--shared-gpu"]
@@ -271,8 +271,8 @@ def test_sides_that_take_turns_have_all_cores_each(monkeypatch, tmp_path):
         directory, placement = RunDirectory(tmp_path / str(lag)), placement_of(config, 0)
         directory.create(fresh=False)
         directory.draw_secret()
-        learner = up.learner_spec(config, directory, "unix:///s", placement)
-        make = up.generator_maker(
+        learner = specs.learner_spec(config, directory, "unix:///s", placement)
+        make = specs.generator_maker(
             config, directory, "unix:///s", RunKeys(b"k" * 32).join, learner=placement.learner_seats
         )
         assert learner.env["OMP_NUM_THREADS"] == learner_threads
@@ -286,7 +286,7 @@ def test_a_start_whose_learner_never_began_leaves_the_settings_of_the_training(b
         rate = {"optimizer": {"lr": learning_rate}}
         config = config_of(run={"name": "r", "root": str(tmp_path)}, learner=rate)
         directory = RunDirectory(config.run.directory)
-        with up.claimed(directory, config, lambda: None, BestEffort(), fresh=False):
+        with supervising.claimed(directory, config, lambda: None, BestEffort(), fresh=False):
             if begins or not texts:
                 record_start(directory.starts, 0, None)
             texts.append(dump_config(config))
@@ -294,7 +294,7 @@ def test_a_start_whose_learner_never_began_leaves_the_settings_of_the_training(b
 
 
 def _start(config, directory):
-    with up.claimed(directory, config, lambda: None, BestEffort(), fresh=True):
+    with supervising.claimed(directory, config, lambda: None, BestEffort(), fresh=True):
         pass
 
 
@@ -334,7 +334,7 @@ def test_a_host_waits_for_the_lock_of_one_that_died_for_a_bounded_time(
     cluster = {"kind": kind, "generator_hosts": 1} if kind else {}
     config = config_of(run={"name": "r", "root": str(tmp_path)}, generator={"count": 1}, cluster=cluster)
     directory = RunDirectory(config.run.directory)
-    for module in (up, run_directory):
+    for module in (supervising, run_directory):
         monkeypatch.setattr(module, "find_holder", lambda lock: None)
     directory.create(fresh=False)
     dead, waited_s = RunLock(directory.supervisor_lock), []
@@ -344,13 +344,15 @@ def test_a_host_waits_for_the_lock_of_one_that_died_for_a_bounded_time(
         if len(waited_s) == 3 * leases:
             dead.release()
 
-    monkeypatch.setattr(up, "time", SimpleNamespace(sleep=wait, monotonic=lambda: float(len(waited_s))))
-    monkeypatch.setattr(up, "LEASE_S", 5.0)
+    monkeypatch.setattr(
+        supervising, "time", SimpleNamespace(sleep=wait, monotonic=lambda: float(len(waited_s)))
+    )
+    monkeypatch.setattr(supervising, "LEASE_S", 5.0)
     refused = pytest.raises(RunError, match=r"on host .*; give the command there")
     with (
         dead,
         nullcontext() if kind and leases == 1 else refused,
-        up.claimed(directory, config, lambda: None, BestEffort(), fresh=False),
+        supervising.claimed(directory, config, lambda: None, BestEffort(), fresh=False),
     ):
         pass
     assert len(waited_s) == waits

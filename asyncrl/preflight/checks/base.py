@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -22,7 +23,7 @@ END_S = 5.0  # time for a killed check to end
 OUTPUT_CHARACTERS = 400  # characters that are quoted from the end of a crashed check's output
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of a check, and the fix if it is not ok."""
 
@@ -31,19 +32,8 @@ class Finding:
     fix: str = ""
 
 
-def fine(found: str) -> Finding:
-    """Report that a check passed."""
-    return Finding(verdict="ok", found=found)
-
-
-def doubtful(found: str, fix: str) -> Finding:
-    """Report a warning: a run may fail."""
-    return Finding(verdict="warning", found=found, fix=fix)
-
-
-def wrong(found: str, fix: str) -> Finding:
-    """Report a failure: a run cannot work."""
-    return Finding(verdict="failed", found=found, fix=fix)
+# A check passed; a run may fail; a run cannot work. The latter two need a fix.
+fine, doubtful, wrong = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +63,21 @@ def execute(check: Check) -> Outcome:
     started_s = time.perf_counter()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as output, receiver:
         process = context.Process(target=_run, args=(check, sender, output.fileno(), os.getpid()))
         process.start()
         sender.close()
         try:
             finding = _answer(check, process, receiver, output.fileno())
         finally:
-            receiver.close()
-            _end(process)
+            assert process.pid is not None
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):  # it has ended, or has not made its group yet
+                process.kill()
+            process.join(END_S)
+            if process.is_alive():
+                log.warning("process %d of a check cannot be killed; look at it with ps", process.pid)
     return Outcome(name=check.name, finding=finding, seconds=time.perf_counter() - started_s)
 
 
@@ -120,14 +116,3 @@ def _last_output(output: int) -> str:
     start = max(0, size - OUTPUT_CHARACTERS)
     text = os.pread(output, size - start, start).decode(errors="replace").strip()
     return f"; it last printed: {text}" if text else ""
-
-
-def _end(process: multiprocessing.process.BaseProcess) -> None:
-    assert process.pid is not None
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it has ended, or has not made its group yet
-        process.kill()
-    process.join(END_S)
-    if process.is_alive():
-        log.warning("process %d of a check cannot be killed; look at it with ps", process.pid)

@@ -66,7 +66,7 @@ FAULTS_CURE = (
 OTHERS_CURE = "end what uses them, or choose others with CUDA_VISIBLE_DEVICES"
 
 
-def kernel_log() -> str:
+def _kernel_log() -> str:
     """Return the kernel's log; empty if this user may not read it."""
     try:
         done = subprocess.run(
@@ -81,7 +81,7 @@ def state() -> Finding:
     """Check the driver and the hardware of the GPUs, and that no other process has much of their memory."""
     if not is_installed():
         return doubtful(*ABSENT)
-    gpus, log = visible_gpus(), kernel_log()
+    gpus, log = visible_gpus(), _kernel_log()
     failed, processes = dict[str, str](), ""
     if old := _driver_fault(gpus[0]):
         failed[old] = DRIVER_CURE
@@ -90,9 +90,7 @@ def state() -> Finding:
     except DataError as error:
         said, _, cure = str(error).rpartition("; ")
         failed[said] = cure
-    found = failed | dict.fromkeys(faults(gpus, log), FAULTS_CURE)
-    found |= dict.fromkeys(_unchecked(gpus), "update the driver")
-    found |= dict.fromkeys(others(gpus, processes), OTHERS_CURE)
+    found = failed | _doubtful(gpus, log) | dict.fromkeys(others(gpus, processes), OTHERS_CURE)
     if found:
         verdict = wrong if failed else doubtful
         return verdict("; ".join(found), "; ".join(dict.fromkeys(found.values())))
@@ -140,10 +138,8 @@ def gpu_doubts(config: Config) -> Iterator[str]:
     except DataError as error:
         yield str(error)
         return
-    for fault in faults(gpus, kernel_log()):
-        yield f"{fault}; {FAULTS_CURE}"
-    for unchecked in _unchecked(gpus):
-        yield f"{unchecked}; update the driver"
+    for found, cure in _doubtful(gpus, _kernel_log()).items():
+        yield f"{found}; {cure}"
     if order := other_order():
         found = (
             f"{ORDER_VARIABLE} is {order}, so CUDA may number GPUs in another order than nvidia-smi, by which"
@@ -151,10 +147,14 @@ def gpu_doubts(config: Config) -> Iterator[str]:
         yield f"{found} the run is planned; unset it, or name GPUs in CUDA_VISIBLE_DEVICES by UUID"
 
 
-def _unchecked(gpus: Sequence[Gpu]) -> Iterator[str]:
-    """Say what cannot be checked because the driver is old. All GPUs have the same driver."""
+def _doubtful(gpus: Sequence[Gpu], log: str) -> dict[str, str]:
+    """Return faults, and what an old driver, which all GPUs share, leaves unchecked; each with its cure."""
+    found = dict.fromkeys(faults(gpus, log), FAULTS_CURE)
     if unknown := ", ".join(gpus[0].unknown):
-        yield f"driver {gpus[0].driver} does not know {unknown}, so this is not checked"
+        found[f"driver {gpus[0].driver} does not know {unknown}, so this is not checked"] = (
+            "update the driver"
+        )
+    return found
 
 
 def _driver_fault(gpu: Gpu) -> str | None:
