@@ -4,13 +4,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Opening, Outcome, Talk
-from asyncrl.environments.channel import Channel
 from asyncrl.environments.fork_server import BEGINNINGS, ForkServer, Worker, keep
 from asyncrl.environments.loops import Conversation, asked, play_text, play_tool_class, play_tools
 from asyncrl.environments.rollouts import Rollouts
@@ -33,6 +32,8 @@ class Call:
 
     request: Mapping[str, Any]
     reply: asyncio.Future[dict[str, Any]]
+    # The worker that has it, if any has.
+    caller: "Caller | None" = None
 
 
 class Caller:
@@ -44,18 +45,17 @@ class Caller:
         `lost` gets the requests behind the oldest one, which did not begin; without it they fail too.
         """
         self._step_s, self._lost = step_s, lost
-        self._channel = Channel(self._answered, lambda wrong: self._lose(wrong or "died"))
+        self._worker = Worker(self._answered, self._lose)
         # Requests without a reply, and since when the first of them is the oldest.
         self._open: deque[Call] = deque()
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._worker: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._fault: asyncio.Task[EnvironmentFault] | None = None
         self._is_spent = False
 
     async def start(self, server: ForkServer) -> None:
         """Start the worker. Raises EnvironmentFault."""
-        self._worker.set_result(await server.worker(self._channel))
+        await server.start_worker(self._worker)
 
     @property
     def open(self) -> int:
@@ -78,7 +78,8 @@ class Caller:
         if self._fault is not None:
             self._fault.add_done_callback(partial(_fail, [call]))
             return
-        self._channel.send(call.request)
+        self._worker.channel.send(call.request)
+        call.caller = self
         self._open.append(call)
         if len(self._open) == 1:
             loop = asyncio.get_running_loop()
@@ -89,8 +90,7 @@ class Caller:
     def close(self) -> None:
         """Kill the worker."""
         self._hang_up()
-        if self._worker.done():
-            self._worker.result().kill()
+        self._worker.kill()
 
     def retire(self) -> None:
         """Kill a worker that takes no further request; the open ones, which did not begin, go to `lost`."""
@@ -102,7 +102,7 @@ class Caller:
 
     def _hang_up(self) -> list[Call]:
         """Close the channel, and return what is not answered."""
-        self._channel.close()
+        self._worker.channel.close()
         left = list(self._open)
         self._open.clear()
         if self._timer is not None:
@@ -130,13 +130,10 @@ class Caller:
         left = self._hang_up()
         doing = f"`{left[0].request.get('name', left[0].request['do'])}`" if left else "between two requests"
         failing, behind = (left[:1], left[1:]) if self._lost else (left, [])
-        self._fault = asyncio.create_task(self._describe(doing, reason))
+        self._fault = asyncio.create_task(self._worker.fault(doing, reason, self._step_s))
         self._fault.add_done_callback(partial(_fail, failing))
         if self._lost:
             self._lost(behind)
-
-    async def _describe(self, doing: str, reason: str) -> EnvironmentFault:
-        return await (await self._worker).fault(doing, reason, self._step_s)
 
 
 def _fail(calls: Sequence[Call], fault: asyncio.Task[EnvironmentFault]) -> None:
@@ -174,7 +171,7 @@ class ToolPool:
         """Return the future of a call's reply. It raises EnvironmentFault if the worker is lost."""
         call = Call(request, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
-        call.reply.add_done_callback(self._measure)
+        call.reply.add_done_callback(partial(self._answered, call))
         self._replace()
         self._dispatch()
         return call.reply
@@ -192,9 +189,11 @@ class ToolPool:
         self._workers.append(worker)
         self._dispatch()
 
-    def _measure(self, reply: asyncio.Future[dict[str, Any]]) -> None:
+    def _answered(self, call: Call, reply: asyncio.Future[dict[str, Any]]) -> None:
         if not reply.cancelled() and not reply.exception():
             self._call_s += (reply.result()["seconds"] - self._call_s) / 16
+            if reply.result().get("memory") and call.caller:
+                call.caller.retire()  # what filled the memory may still be there
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -209,7 +208,6 @@ class ToolPool:
                 continue
             try:
                 worker.submit(call)
-                call.reply.add_done_callback(partial(_retire, worker))
             except EnvironmentFault as fault:
                 call.reply.set_exception(fault)
 
@@ -237,12 +235,6 @@ class ToolPool:
                 call = self._waiting.popleft()
                 if not call.reply.done():
                     call.reply.set_exception(fault)
-
-
-def _retire(worker: Caller, reply: asyncio.Future[dict[str, Any]]) -> None:
-    """Replace a worker without memory, because what filled it may still be there."""
-    if not reply.cancelled() and not reply.exception() and reply.result().get("memory"):
-        worker.retire()
 
 
 @dataclass(eq=False)
@@ -285,25 +277,23 @@ class Environments:
         if isinstance(self._shared, Rollouts):
             return await self._shared.play(talk, columns, seed=seed, place=episode)
         conversation = Conversation(talk, prompt, self.config.max_observation_characters)
+        tools, has, step_s = self._toolbox, self.description, self.config.step_s
         if isinstance(self._shared, ToolPool):
-            pool, step_s = self._shared, self.config.step_s
-            outcome = await play_tools(conversation, self._toolbox, pool.ask, step_s=step_s)
-            return replace(outcome, metrics=conversation.metrics)
-        worker = Caller(self.config.step_s)
+            return await play_tools(conversation, tools, self._shared.ask, step_s=step_s)
+        worker, start = Caller(step_s), {"columns": columns, "seed": seed}
         try:
             await worker.start(self._server)
-            start = {"columns": columns, "seed": seed}
-            has, ask = self.description, worker.ask
             if has["kind"] == "text":
-                outcome = await play_text(talk, conversation, ask, start, rewards=has["rewards"])
+                outcome = await play_text(conversation, worker.ask, start, rewards=has["rewards"])
             else:
-                tools = self._toolbox
-                outcome = await play_tool_class(conversation, tools, ask, start, rewards=has["rewards"])
+                outcome = await play_tool_class(
+                    conversation, tools, worker.ask, start, rewards=has["rewards"]
+                )
             if has["closes"]:
-                await asked(ask, "close")
+                await asked(worker.ask, "close")
+            return outcome
         finally:
             worker.close()
-        return replace(outcome, metrics=conversation.metrics)
 
     async def close(self) -> None:
         """Kill all processes."""
