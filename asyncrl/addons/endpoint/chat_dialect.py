@@ -29,7 +29,6 @@ class ChatDialect:
     )  # fmt: skip
 
     def read(self, body: Json, recall: Recall) -> Call:
-        """Return the call. Raises Refused."""
         has_form = (body.get("response_format") or {"type": "text"}) != {"type": "text"}
         tools = [reading.object_of(tool, "function") for tool in reading.list_of(body, "tools")]
         return reading.call_of(
@@ -49,15 +48,18 @@ class ChatDialect:
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
         """Return the answer as a completion with one choice per answer."""
-        choices = [
-            {
+        choices: list[dict[str, Any]] = []
+        for index, answer in enumerate(answers):
+            message = {**answer.message, "content": answer.text or (None if answer.tool_calls else "")}
+            for one in message.get("tool_calls", ()):
+                one["function"]["arguments"] = arguments_text(one["function"]["arguments"])
+            choice = {
                 "index": index,
-                "message": _written(answer),
+                "message": message,
                 "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
                 "logprobs": {"content": token_logprobs(answer), "refusal": None} if call.logprobs else None,
             }
-            for index, answer in enumerate(answers)
-        ]
+            choices.append(choice)
         return _completion(call, answers, "chat.completion", f"chatcmpl-{number}", choices)
 
     def events(self, call: Call, answer: Json) -> Iterator[Event]:
@@ -85,7 +87,6 @@ class CompletionsDialect(ChatDialect):
     keys = reading.keys("prompt", "max_tokens", "n", "stop", "stream", "logprobs")
 
     def read(self, body: Json, recall: Recall) -> Call:
-        """Return the call. Raises Refused."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             (prompt,) = prompt
@@ -169,13 +170,6 @@ def _message(message: Json, where: str) -> Message:
             for one in calls
         ]
     return read
-
-
-def _written(answer: Answer) -> dict[str, Any]:
-    message = {**answer.message, "content": answer.text or (None if answer.tool_calls else "")}
-    for call in message.get("tool_calls", ()):
-        call["function"]["arguments"] = arguments_text(call["function"]["arguments"])
-    return message
 
 
 def arguments_text(arguments: Any) -> str:

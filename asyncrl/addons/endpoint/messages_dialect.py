@@ -29,10 +29,9 @@ class MessagesDialect:
     )  # fmt: skip
 
     def read(self, body: Json, recall: Recall) -> Call:
-        """Return the call. Raises Refused."""
         has_form = body.get("output_format") or reading.object_of(body, "output_config").get("format")
         past = _continued(body, recall)
-        tools = [_tool(one) for one in reading.list_of(body, "tools")]
+        tools = reading.tools_of(body, ["custom", "", None], "input_schema")
         if past and (tools or body.get("system")):
             raise wrong(
                 "`thread` continues a conversation, which has its `system` and `tools`; leave them out"
@@ -47,7 +46,7 @@ class MessagesDialect:
             choice=reading.object_of(body, "tool_choice").get("type", "auto"),
             form="output_config" if has_form else "",
             messages=(*before, *reading.require_messages(messages)),
-            tools=past.call.tools if past else tuple(tools),
+            tools=past.call.tools if past else tools,
             max_tokens=reading.limit_of(body, "max_tokens"),
             stop=reading.stops_of(body, "stop_sequences"),
         )
@@ -121,13 +120,6 @@ def _continued(body: Json, recall: Recall) -> Past | None:
     if kind not in ("create", "continue"):
         raise wrong(f"`thread` is of type {kind!r:.40}; allowed are create and continue")
     return recall(thread.get("previous_message_id", "")) if kind == "continue" else None
-
-
-def _tool(tool: Json) -> Message:
-    """A tool of the agent; tools of Anthropic's servers bring no schema, and would not be run."""
-    if (kind := tool.get("type") or "custom") != "custom":
-        raise wrong(f"a tool is of type {kind!r:.40}; this endpoint serves tools with an `input_schema` only")
-    return reading.function_tool(tool, "input_schema")
 
 
 def _messages(message: Json, where: str) -> list[Message]:

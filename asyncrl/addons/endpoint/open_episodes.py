@@ -1,7 +1,6 @@
 """The episodes that agents may call, by their keys, and the calls in progress."""
 
 import asyncio
-import json
 import re
 import secrets
 from collections import Counter, OrderedDict, deque
@@ -68,9 +67,7 @@ class OpenEpisode:
     def read(self, dialect: Dialect, body: bytes, path: str) -> Call:
         """Return the call that a body is. Raises Refused."""
         try:
-            parsed = _parsed(body)
-            reading.require_known(parsed, dialect.keys)
-            call = dialect.read(parsed, self._recall)
+            call = dialect.read(reading.body_of(body, dialect.keys), self._recall)
             if call.constraints and not self._is_free:
                 raise reading.constrained(call.constraints)
         except Refused as refused:
@@ -267,14 +264,3 @@ async def _all(chats: Iterable[Coroutine[Any, Any, Answer]]) -> tuple[list[Answe
             task.cancel()
     answers = [one for one in found if isinstance(one, Answer)]
     return answers, next((one for one in found if isinstance(one, BudgetSpent)), None)
-
-
-def _parsed(body: bytes) -> Json:
-    """The call as JSON. It may have half of a surrogate pair, as the model's arguments may: see `Breaker`."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON that can be used: {error}", "invalid_request") from error
-    if not isinstance(value, dict):
-        raise Refused(400, "the body must be a JSON object", "invalid_request")
-    return value

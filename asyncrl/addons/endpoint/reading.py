@@ -34,13 +34,23 @@ def keys(*served: str) -> frozenset[str]:
     return frozenset((*served, "model", *SAMPLING, *_HARMLESS))
 
 
-def require_known(body: Json, known: frozenset[str]) -> None:
-    """Refuse any other parameter that is set: it may bring context that the model would not read."""
+def body_of(data: bytes, known: frozenset[str]) -> Json:
+    """Return a call as JSON. Any other parameter may bring context that the model would not read.
+
+    The call may have half of a surrogate pair, as the model's arguments may: see `Breaker`.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"the body is not JSON that can be used: {error}") from error
+    if not isinstance(body, dict):
+        raise wrong("the body must be a JSON object")
     if unknown := [name for name, value in body.items() if value and name not in known]:
         text = (
             f"{', '.join(f'`{name:.40}`' for name in unknown[:8])}: this endpoint does not know the parameter"
         )
         raise wrong(f"{text}, which may change what the model reads; leave it out", "unknown_parameter")
+    return body
 
 
 def constrained(names: Sequence[str]) -> Refused:
@@ -162,6 +172,16 @@ def function_tool(tool: Json, schema: str = "parameters") -> Message:
         "parameters": dict(parameters or {"type": "object", "properties": {}}),
     }
     return {"type": "function", "function": function}
+
+
+def tools_of(body: Json, kinds: Sequence[str | None], schema: str) -> tuple[Message, ...]:
+    """Return the tools. Those of other kinds run on the servers of the interface's maker, and not here."""
+    tools = list_of(body, "tools")
+    for tool in tools:
+        if (kind := tool.get("type")) not in kinds:
+            allowed = f"this endpoint serves {kinds[0]} tools with `{schema}` only"
+            raise wrong(f"a tool is of type {kind!r:.40}; {allowed}")
+    return tuple(function_tool(tool, schema) for tool in tools)
 
 
 def function_call(number: Any, name: Any, arguments: Any) -> Message:

@@ -21,13 +21,11 @@ class ResponsesDialect:
     )  # fmt: skip
 
     def read(self, body: Json, recall: Recall) -> Call:
-        """Return the call. Raises Refused."""
         has_form = (reading.object_of(body, "text").get("format") or {"type": "text"}) != {"type": "text"}
         before: Sequence[Message] = ()
         if previous := body.get("previous_response_id"):
             past = recall(previous)
             before = (*past.call.messages[past.call.openings :], past.message)
-        tools = [_tool(one) for one in reading.list_of(body, "tools")]
         given = body.get("input")
         items = (
             [{"role": "user", "content": given}] if isinstance(given, str) else reading.list_of(body, "input")
@@ -39,7 +37,7 @@ class ResponsesDialect:
             choice=body.get("tool_choice") or "auto",
             form="text.format" if has_form else "",
             messages=(*_messages(start), *before, *new),
-            tools=tuple(tools),
+            tools=reading.tools_of(body, ["function"], "parameters"),
             openings=len(start),
             max_tokens=reading.limit_of(body, "max_output_tokens"),
             logprobs=isinstance(wanted := body.get("include"), list) and _LOGPROBS in wanted,
@@ -107,12 +105,6 @@ class ResponsesDialect:
             yield name, {"type": name, "sequence_number": number, **data}
 
     error = staticmethod(openai_error)
-
-
-def _tool(tool: Json) -> Message:
-    if tool.get("type") != "function":
-        raise wrong(f"a tool is of type {tool.get('type')!r:.40}; this endpoint serves `function` only")
-    return reading.function_tool(tool)
 
 
 def _resolved(items: Sequence[Json], recall: Recall) -> Iterator[Json]:
