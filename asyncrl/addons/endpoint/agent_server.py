@@ -57,10 +57,11 @@ class Endpoint:
 
         If it `is_free`, constraints of sampling have no effect; otherwise they are refused.
         """
-        self.episodes = OpenEpisodes(is_free=is_free)
+        self.episodes = OpenEpisodes()
         self.url = ""  # without a path
         self._address = address
         self._frozen = frozenset(frozen)
+        self._is_free = is_free
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -135,7 +136,7 @@ class Endpoint:
                 body = await exchange.body(headers)
             except Refused as refused:
                 raise episode.noted(refused) from None
-            call = episode.read(dialect, body, path)
+            call = episode.read(dialect, body, path, is_free=self._is_free)
             wants = headers.get("x-asyncrl-train", "yes").lower() != "no"
             train = wants and call.model not in self._frozen
             answering = asyncio.ensure_future(
