@@ -165,7 +165,7 @@ class ForkServer:
             return self._program
 
     async def _begin(self) -> "_Program":
-        self._programs = {program for program in self._programs if not program.is_buried}
+        self._programs = {program for program in self._programs if program.is_alive or program.tasks}
         assert self._scratch is not None
         try:
             program = _Program()
@@ -194,15 +194,11 @@ class _Program:
         self._orders = asyncio.Semaphore(MOST_ORDERS)
         self._process: asyncio.subprocess.Process | None = None
         self.printed = Printed()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         # Whether it follows orders; the number of its threads; what the user's file has.
         self.is_alive = True
         self.threads = 1
         self.description: Mapping[str, Any] = {}
-
-    @property
-    def is_buried(self) -> bool:
-        return not self.is_alive and not self._tasks
 
     @property
     def forks(self) -> bool:
@@ -224,7 +220,7 @@ class _Program:
                     env=ONE_THREAD | ONE_HASH | dict(variables),
                     start_new_session=True,  # its own process group: killed with its children
                 )
-            keep(self._tasks, self.printed.follow_process(self._process))
+            keep(self.tasks, self.printed.follow_process(self._process))
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: self._channel, sock=self._control)
             self._channel.send({"uses": uses, "limits": LIMITS | memory})
@@ -274,7 +270,7 @@ class _Program:
             self._to_reap.append(worker.number)
             if len(self._to_reap) == 1:
                 asyncio.get_running_loop().call_soon(self._reap)
-        keep(self._tasks, self._tidy(worker))
+        keep(self.tasks, self._tidy(worker))
 
     async def ended(self, worker: Worker) -> str:
         """Describe how a killed or dead worker ended."""
@@ -307,9 +303,9 @@ class _Program:
 
     async def buried(self) -> None:
         """Wait until everything has ended, at most `END_S`."""
-        if not self._tasks:
+        if not self.tasks:
             return
-        _, left = await asyncio.wait(self._tasks, timeout=END_S)
+        _, left = await asyncio.wait(self.tasks, timeout=END_S)
         for task in left:  # a process that left the group still holds the pipe
             task.cancel()
 

@@ -75,11 +75,9 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Pass on the messages that are whole."""
         self._arrived += data
         try:
             for message in take_frames(self._arrived):
@@ -88,7 +86,6 @@ class Channel(asyncio.Protocol):
             self._end(f"sent bytes that are no message ({type(error).__name__}: {error})")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Report the end of the process."""
         self._end("")
 
     def send(self, message: Mapping[str, Any]) -> None:

@@ -138,15 +138,10 @@ async def play_tools(conversation: Conversation, toolbox: Toolbox, ask: Ask, *, 
     """
 
     async def answer_calls(answer: Answer) -> bool:
-        mistakes = [toolbox.mistake(call) for call in answer.tool_calls]
-        open_calls = [
-            ask(_request(call, conversation))
-            for call, mistake in zip(answer.tool_calls, mistakes, strict=True)
-            if not mistake
-        ]
-        replies = iter(await asyncio.gather(*open_calls, return_exceptions=True))
-        for call, mistake in zip(answer.tool_calls, mistakes, strict=True):
-            _observe(conversation, call, mistake, None if mistake else next(replies), step_s)
+        called = [_called(conversation, toolbox, ask, call) for call in answer.tool_calls]
+        replies = await asyncio.gather(*called, return_exceptions=True)
+        for call, reply in zip(answer.tool_calls, replies, strict=True):
+            _observe(conversation, call, reply, step_s)
         return False
 
     return conversation.outcome(await _until_no_call(conversation, toolbox, answer_calls))
@@ -165,9 +160,7 @@ async def play_tool_class(
 
     async def answer_calls(answer: Answer) -> bool:
         for call in answer.tool_calls:
-            mistake = toolbox.mistake(call)
-            reply = None if mistake else await ask(_request(call, conversation))
-            _observe(conversation, call, mistake, reply, 0.0)
+            _observe(conversation, call, await _called(conversation, toolbox, ask, call), 0.0)
         return read_done((await asked(ask, "done"))["value"])
 
     finish_reason = await _until_no_call(conversation, toolbox, answer_calls)
@@ -188,21 +181,27 @@ async def _until_no_call(
         return spent.finish_reason
 
 
-def _request(call: ToolCall, conversation: Conversation) -> dict[str, Any]:
-    return {
-        "do": "call",
-        "name": call.name,
-        "arguments": call.arguments,
-        "limit": conversation.max_characters,
-    }
+async def _called(
+    conversation: Conversation, toolbox: Toolbox, ask: Ask, call: ToolCall
+) -> Mapping[str, Any] | str:
+    """The reply to a call, or the model's mistake."""
+    if mistake := toolbox.mistake(call):
+        return mistake
+    asked_for = {"name": call.name, "arguments": call.arguments, "limit": conversation.max_characters}
+    return await ask({"do": "call", **asked_for})
 
 
-def _observe(conversation: Conversation, call: ToolCall, mistake: str, reply: Any, step_s: float) -> None:
+def _observe(
+    conversation: Conversation,
+    call: ToolCall,
+    reply: Mapping[str, Any] | str | BaseException,
+    step_s: float,
+) -> None:
     """Append the result of a call, or the model's mistake. Raises EnvironmentFault for what is not one."""
     conversation.counts["tools/calls"] += 1
-    if mistake:
+    if isinstance(reply, str):
         conversation.counts["tools/invalid"] += 1
-        text = f"error: {mistake}"
+        text = f"error: {reply}"
     elif isinstance(reply, EnvironmentFault) and reply.reason == "hung":
         conversation.counts["tools/late"] += 1
         text = f"error: {call.name} took longer than {step_s:g} s and was stopped"

@@ -34,7 +34,13 @@ class Rollouts:
 
     async def play(self, talk: Talk, columns: Mapping[str, Any], *, seed: int, place: int) -> Outcome:
         """Play one episode. Raises EnvironmentFault, and what the talk raises except BudgetSpent."""
-        host, number = await self._host(), next(self._numbers)
+        place_in_turn, number = next(self._places), next(self._numbers)
+        async with self._starting[place_in_turn]:
+            host = self._hosts[place_in_turn]
+            if host is None or host.is_lost:
+                host = _Host(self._step_s)
+                await host.start(self._server)
+                self._hosts[place_in_turn] = host
         episode = _Episode(talk, host.worker.channel, number)
         try:
             host.begin(episode, {"columns": columns, "seed": seed, "place": place})
@@ -47,20 +53,9 @@ class Rollouts:
             host.leave(episode)
 
     async def close(self) -> None:
-        """Kill all processes."""
         for host in self._hosts:
             if host is not None:
                 host.close()
-
-    async def _host(self) -> "_Host":
-        place = next(self._places)
-        async with self._starting[place]:
-            host = self._hosts[place]
-            if host is None or host.is_lost:
-                host = _Host(self._step_s)
-                await host.start(self._server)
-                self._hosts[place] = host
-            return host
 
 
 class _Episode:
@@ -76,7 +71,6 @@ class _Episode:
         self._finish_reason = "stop"
 
     def receive(self, message: dict[str, Any]) -> None:
-        """Follow a message of user code."""
         if "call" in message:
             keep(self._answering, self._answer(message))
         elif "reward" in message:
@@ -90,7 +84,6 @@ class _Episode:
             self.end.set_result(message)
 
     def fail(self, error: BaseException) -> None:
-        """End the episode with an error."""
         if not self.end.done():
             self.end.set_exception(error)
 
@@ -115,7 +108,6 @@ class _Episode:
         )
 
     def leave(self) -> None:
-        """Stop asking the model."""
         self.end.cancel()
         for task in self._answering:
             task.cancel()
@@ -125,9 +117,8 @@ class _Episode:
             if "text" in message:
                 answer = await self._talk.complete(message["text"])
             else:
-                tools = [one if "function" in one else tool_schema(one) for one in message["tools"]]
-                train = message["train"]
-                answer = await self._talk.chat(message["messages"], tools=tools, train=train)
+                tools = [tool_schema(one) for one in message["tools"]]
+                answer = await self._talk.chat(message["messages"], tools=tools, train=message["train"])
             self._turns += 1
             self._finish_reason = answer.finish_reason
             fields = asdict(replace(answer, logprobs=tuple))  # a function, which no message holds

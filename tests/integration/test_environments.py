@@ -433,7 +433,7 @@ def test_an_end_that_arrives_after_all_waits_for_it_leaves_the_fork_server_alive
             await play(played, ScriptedTalk(answer), {"low": 31})
             assert len(server.children()) == 1
             [program] = played._server._programs
-            await until(lambda: len(program._tasks) == 1)  # that which reads what the fork server prints
+            await until(lambda: len(program.tasks) == 1)  # that which reads what the fork server prints
             assert program._workers
             server.resume()
             await until(lambda: not program._workers)
