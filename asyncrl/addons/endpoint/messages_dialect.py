@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.addons.endpoint import reading
-from asyncrl.addons.endpoint.base import Call, Event, Json, Past, Recall, Refused
+from asyncrl.addons.endpoint.base import Call, Event, Json, Recall, Refused
 from asyncrl.addons.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
@@ -30,7 +30,12 @@ class MessagesDialect:
 
     def read(self, body: Json, recall: Recall) -> Call:
         has_form = body.get("output_format") or reading.object_of(body, "output_config").get("format")
-        past = _continued(body, recall)
+        thread = reading.object_of(body, "thread")
+        kind = thread.get("type", "create")
+        if kind not in ("create", "continue"):
+            raise wrong(f"`thread` is of type {kind!r:.40}; allowed are create and continue")
+        # The client sends only what is new behind the message that it continues.
+        past = recall(thread.get("previous_message_id", "")) if kind == "continue" else None
         tools = reading.tools_of(body, ["custom", "", None], "input_schema")
         if past and (tools or body.get("system")):
             raise wrong(
@@ -111,15 +116,6 @@ class MessagesDialect:
             text = f"prompt is too long: {text}"
         server = "api_error" if refused.status >= 500 else "invalid_request_error"
         return {"type": "error", "error": {"type": _ERRORS.get(refused.status, server), "message": text}}
-
-
-def _continued(body: Json, recall: Recall) -> Past | None:
-    """The call that a thread goes on from; the client sends only what is new."""
-    thread = reading.object_of(body, "thread")
-    kind = thread.get("type", "create")
-    if kind not in ("create", "continue"):
-        raise wrong(f"`thread` is of type {kind!r:.40}; allowed are create and continue")
-    return recall(thread.get("previous_message_id", "")) if kind == "continue" else None
 
 
 def _messages(message: Json, where: str) -> list[Message]:
