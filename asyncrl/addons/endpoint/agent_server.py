@@ -103,16 +103,15 @@ class Endpoint:
         dialect = DIALECTS.get(path)
         exchange = _Exchange(receive, send)
         try:
-            with contextlib.suppress(TimeoutError):  # the client does not take its answer
-                try:
-                    await self._respond(exchange, scope["method"], path, headers)
-                except Refused as refused:
-                    error = dialect.error(refused) if dialect else openai_error(refused)
-                    if exchange.streams:
-                        await exchange.stream(iter([("error", error)]))
-                    else:
-                        await exchange.json(refused.status, error)
-        except OSError:
+            try:
+                await self._respond(exchange, scope["method"], path, headers)
+            except Refused as refused:
+                error = dialect.error(refused) if dialect else openai_error(refused)
+                if exchange.streams:
+                    await exchange.stream(iter([("error", error)]))
+                else:
+                    await exchange.json(refused.status, error)
+        except OSError:  # also a TimeoutError: the client does not take its answer
             log.debug("a client of the endpoint left")
 
     async def _respond(
