@@ -187,7 +187,7 @@ def dataset(
     ] = None,
 ) -> None:
     """Print tasks of a library as JSON lines, for `data.train` and `data.eval`."""
-    from asyncrl.environments.dataset_rows import dataset_rows
+    from asyncrl.environments.named import dataset_rows
 
     for row in dataset_rows(name, size=size, seed=seed, python=python):
         typer.echo(row)

@@ -4,13 +4,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Opening, Outcome, Talk
-from asyncrl.environments.channel import Channel
 from asyncrl.environments.fork_server import BEGINNINGS, ForkServer, Worker, keep
 from asyncrl.environments.loops import Conversation, asked, play_text, play_tool_class, play_tools
 from asyncrl.environments.rollouts import Rollouts
@@ -28,83 +27,65 @@ REPLACE_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class _Call:
     """A request, and the future of its reply."""
 
     request: Mapping[str, Any]
     reply: asyncio.Future[dict[str, Any]]
+    # The worker that has it, if any has.
+    caller: "_Caller | None" = None
 
 
-class Caller:
+class _Caller:
     """A worker that answers in order. If it hangs or dies, it is killed, and the oldest request fails."""
 
-    def __init__(self, step_s: float, lost: Callable[[Sequence[Call]], None] | None = None) -> None:
+    def __init__(self, step_s: float, lost: Callable[[Sequence[_Call]], None] = lambda behind: None) -> None:
         """Limit a request to `step_s` from when it is the oldest.
 
-        `lost` gets the requests behind the oldest one, which did not begin; without it they fail too.
+        `lost` gets the requests behind the oldest one, which did not begin.
         """
         self._step_s, self._lost = step_s, lost
-        self._channel = Channel(self._answered, lambda wrong: self._lose(wrong or "died"))
+        self._worker = Worker(self._answered, self._lose)
         # Requests without a reply, and since when the first of them is the oldest.
-        self._open: deque[Call] = deque()
+        self.open: deque[_Call] = deque()
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._worker: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._fault: asyncio.Task[EnvironmentFault] | None = None
-        self._is_spent = False
+        self.is_lost = False
 
     async def start(self, server: ForkServer) -> None:
-        """Start the worker. Raises EnvironmentFault."""
-        self._worker.set_result(await server.worker(self._channel))
-
-    @property
-    def open(self) -> int:
-        """Number of requests without a reply."""
-        return len(self._open)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the worker is gone."""
-        return self._fault is not None or self._is_spent
+        await server.start_worker(self._worker)
 
     def ask(self, request: Mapping[str, Any]) -> asyncio.Future[dict[str, Any]]:
         """Return the future of a reply, which raises EnvironmentFault if the worker is lost."""
-        call = Call(request, asyncio.get_running_loop().create_future())
+        call = _Call(request, asyncio.get_running_loop().create_future())
         self.submit(call)
         return call.reply
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: _Call) -> None:
         """Send a request behind those that are open. Raises EnvironmentFault if JSON cannot have it."""
         if self._fault is not None:
             self._fault.add_done_callback(partial(_fail, [call]))
             return
-        self._channel.send(call.request)
-        self._open.append(call)
-        if len(self._open) == 1:
+        self._worker.channel.send(call.request)
+        call.caller = self
+        self.open.append(call)
+        if len(self.open) == 1:
             loop = asyncio.get_running_loop()
             self._since_s = loop.time()
             if self._timer is None:  # one timer for all requests: it looks again when the oldest is due
                 self._timer = loop.call_later(self._step_s, self._look)
 
-    def close(self) -> None:
-        """Kill the worker."""
-        self._hang_up()
-        if self._worker.done():
-            self._worker.result().kill()
-
     def retire(self) -> None:
         """Kill a worker that takes no further request; the open ones, which did not begin, go to `lost`."""
-        self._is_spent = True
-        left = self._hang_up()
-        self.close()
-        if self._lost:
-            self._lost(left)
+        self.is_lost = True
+        self._lost(self.close())
 
-    def _hang_up(self) -> list[Call]:
-        """Close the channel, and return what is not answered."""
-        self._channel.close()
-        left = list(self._open)
-        self._open.clear()
+    def close(self) -> list[_Call]:
+        """Kill the worker, and return the requests that are not answered."""
+        self._worker.kill()
+        left = list(self.open)
+        self.open.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -113,7 +94,7 @@ class Caller:
     def _answered(self, message: dict[str, Any]) -> None:
         if not isinstance(message["seconds"], float) or not message.keys() & {"value", "error"}:
             raise ValueError("a reply without a value or its time")
-        call = self._open.popleft()  # IndexError: nothing was asked
+        call = self.open.popleft()  # IndexError: nothing was asked
         self._since_s = asyncio.get_running_loop().time()
         if not call.reply.done():
             call.reply.set_result(message)
@@ -121,38 +102,34 @@ class Caller:
     def _look(self) -> None:
         self._timer, loop = None, asyncio.get_running_loop()
         left_s = self._since_s + self._step_s - loop.time()
-        if self._open and left_s <= 0:
+        if self.open and left_s <= 0:
             self._lose("hung")
-        elif self._open:
+        elif self.open:
             self._timer = loop.call_later(left_s, self._look)
 
     def _lose(self, reason: str) -> None:
-        left = self._hang_up()
+        self.is_lost = True
+        left = self.close()
         doing = f"`{left[0].request.get('name', left[0].request['do'])}`" if left else "between two requests"
-        failing, behind = (left[:1], left[1:]) if self._lost else (left, [])
-        self._fault = asyncio.create_task(self._describe(doing, reason))
-        self._fault.add_done_callback(partial(_fail, failing))
-        if self._lost:
-            self._lost(behind)
-
-    async def _describe(self, doing: str, reason: str) -> EnvironmentFault:
-        return await (await self._worker).fault(doing, reason, self._step_s)
+        self._fault = asyncio.create_task(self._worker.fault(doing, reason, self._step_s))
+        self._fault.add_done_callback(partial(_fail, left[:1]))
+        self._lost(left[1:])
 
 
-def _fail(calls: Sequence[Call], fault: asyncio.Task[EnvironmentFault]) -> None:
+def _fail(calls: Sequence[_Call], fault: asyncio.Task[EnvironmentFault]) -> None:
     for call in calls:
         if not call.reply.done():
             call.reply.set_exception(fault.result())
 
 
-class ToolPool:
+class _ToolPool:
     """A number of workers. A call that hangs or kills its worker fails alone."""
 
     def __init__(self, server: ForkServer, count: int, step_s: float) -> None:
         """Run calls for at most `step_s` each in `count` workers."""
         self._server, self._count, self._step_s = server, count, step_s
-        self._workers: list[Caller] = []
-        self._waiting: deque[Call] = deque()
+        self._workers: list[_Caller] = []
+        self._waiting: deque[_Call] = deque()
         self._replacing: set[asyncio.Task[None]] = set()
         # Time of a call, of late.
         self._call_s = QUEUE_S
@@ -172,48 +149,48 @@ class ToolPool:
 
     def ask(self, request: Mapping[str, Any]) -> asyncio.Future[dict[str, Any]]:
         """Return the future of a call's reply. It raises EnvironmentFault if the worker is lost."""
-        call = Call(request, asyncio.get_running_loop().create_future())
+        call = _Call(request, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
-        call.reply.add_done_callback(self._measure)
+        call.reply.add_done_callback(partial(self._answered, call))
         self._replace()
         self._dispatch()
         return call.reply
 
     async def close(self) -> None:
-        """Kill all workers."""
         for task in self._replacing:
             task.cancel()
         for worker in self._workers:
             worker.close()
 
     async def _add(self) -> None:
-        worker = Caller(self._step_s, self._lost)
+        worker = _Caller(self._step_s, self._lost)
         await worker.start(self._server)
         self._workers.append(worker)
         self._dispatch()
 
-    def _measure(self, reply: asyncio.Future[dict[str, Any]]) -> None:
+    def _answered(self, call: _Call, reply: asyncio.Future[dict[str, Any]]) -> None:
         if not reply.cancelled() and not reply.exception():
             self._call_s += (reply.result()["seconds"] - self._call_s) / 16
+            if reply.result().get("memory") and call.caller:
+                call.caller.retire()  # what filled the memory may still be there
         self._dispatch()
 
     def _dispatch(self) -> None:
         """Give waiting calls to the workers with the fewest."""
         most = min(MOST_CALLS, max(1, int(QUEUE_S / max(self._call_s, 1e-9))))
         while self._waiting and self._workers:
-            worker = min(self._workers, key=lambda one: one.open)
-            if worker.open >= most:
+            worker = min(self._workers, key=lambda one: len(one.open))
+            if len(worker.open) >= most:
                 return
             call = self._waiting.popleft()
             if call.reply.done():  # its episode was cancelled
                 continue
             try:
                 worker.submit(call)
-                call.reply.add_done_callback(partial(_retire, worker))
             except EnvironmentFault as fault:
                 call.reply.set_exception(fault)
 
-    def _lost(self, behind: Sequence[Call]) -> None:
+    def _lost(self, behind: Sequence[_Call]) -> None:
         self._waiting.extendleft(reversed(behind))
         self._workers = [one for one in self._workers if not one.is_lost]
         self._replace()
@@ -239,12 +216,6 @@ class ToolPool:
                     call.reply.set_exception(fault)
 
 
-def _retire(worker: Caller, reply: asyncio.Future[dict[str, Any]]) -> None:
-    """Replace a worker without memory, because what filled it may still be there."""
-    if not reply.cancelled() and not reply.exception() and reply.result().get("memory"):
-        worker.retire()
-
-
 @dataclass(eq=False)
 class Environments:
     """Plays the episodes of a generator."""
@@ -259,7 +230,7 @@ class Environments:
         # What the user's file has: kind, columns, tools.
         self.description: Mapping[str, Any] = {}
         self._toolbox = Toolbox([])
-        self._shared: ToolPool | Rollouts | None = None
+        self._shared: _ToolPool | Rollouts | None = None
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -271,7 +242,7 @@ class Environments:
         self.description = await self._server.start()
         self._toolbox = Toolbox(self.description["tools"])
         if self.description["kind"] == "tools":
-            self._shared = ToolPool(self._server, self.config.workers, self.config.step_s)
+            self._shared = _ToolPool(self._server, self.config.workers, self.config.step_s)
             await self._shared.start()
         elif self.description["kind"] == "rollout":
             self._shared = Rollouts(self._server, self.config)
@@ -285,28 +256,25 @@ class Environments:
         if isinstance(self._shared, Rollouts):
             return await self._shared.play(talk, columns, seed=seed, place=episode)
         conversation = Conversation(talk, prompt, self.config.max_observation_characters)
-        if isinstance(self._shared, ToolPool):
-            pool, step_s = self._shared, self.config.step_s
-            outcome = await play_tools(conversation, self._toolbox, pool.ask, step_s=step_s)
-            return replace(outcome, metrics=conversation.metrics)
-        worker = Caller(self.config.step_s)
+        tools, has, step_s = self._toolbox, self.description, self.config.step_s
+        if isinstance(self._shared, _ToolPool):
+            return await play_tools(conversation, tools, self._shared.ask, step_s=step_s)
+        worker, start = _Caller(step_s), {"columns": columns, "seed": seed}
         try:
             await worker.start(self._server)
-            start = {"columns": columns, "seed": seed}
-            has, ask = self.description, worker.ask
             if has["kind"] == "text":
-                outcome = await play_text(talk, conversation, ask, start, rewards=has["rewards"])
+                outcome = await play_text(conversation, worker.ask, start, rewards=has["rewards"])
             else:
-                tools = self._toolbox
-                outcome = await play_tool_class(conversation, tools, ask, start, rewards=has["rewards"])
+                outcome = await play_tool_class(
+                    conversation, tools, worker.ask, start, rewards=has["rewards"]
+                )
             if has["closes"]:
-                await asked(ask, "close")
+                await asked(worker.ask, "close")
+            return outcome
         finally:
             worker.close()
-        return replace(outcome, metrics=conversation.metrics)
 
     async def close(self) -> None:
-        """Kill all processes."""
         if self._shared is not None:
             await self._shared.close()
         await self._server.close()

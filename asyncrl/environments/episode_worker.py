@@ -139,18 +139,17 @@ class _ForkServer:
         except OSError as error:  # also no memory, or no process, is left
             self._tell({"serving": order["serve"], "error": str(error)})
             return
-        if pid == own_pid:
-            self._tell({"serving": order["serve"], "pid": own_pid})
-            _work(channel, self._targets, self._kind, order["directory"])
         if pid == 0:
             os.setsid()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._control.close()
             die_with_parent(own_pid)
+        else:
+            self._tell({"serving": order["serve"], "pid": pid})
+        if pid in (0, own_pid):
             _work(channel, self._targets, self._kind, order["directory"])
         channel.close()
         self._workers[order["serve"]] = pid
-        self._tell({"serving": order["serve"], "pid": pid})
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._control.sendall(packed(message))
@@ -169,7 +168,7 @@ def _work(channel: socket.socket, targets: list[Any], kind: str, directory: str)
         os.environ["TMPDIR"] = tempfile.tempdir = directory
         random.seed()  # not the fork server's numbers
         if kind == "rollout":
-            asyncio.run(RolloutHost(channel, targets[0]).serve())
+            asyncio.run(_RolloutHost(channel, targets[0]).serve())
         else:
             Player(channel, targets, is_tools=kind == "tools").serve()
     except (EOFError, ConnectionError):  # the parent has closed the socket
@@ -190,7 +189,7 @@ def _children() -> set[int]:
 class Session:
     """The first argument of a rollout: the model, in one episode."""
 
-    def __init__(self, host: "RolloutHost", number: int, *, seed: int, episode: int) -> None:
+    def __init__(self, host: "_RolloutHost", number: int, *, seed: int, episode: int) -> None:
         """Stand for episode `number` of the host."""
         self._host, self._number = host, number
         # Equal for all episodes of a group.
@@ -240,14 +239,7 @@ class Session:
         self._host.tell({"reward": reward, "state": state, "episode": self._number})
 
 
-def _spent(error: BaseException) -> str:
-    """The finish reason, if spent budgets are all that ended a rollout; a task group wraps them."""
-    while isinstance(error, BaseExceptionGroup) and error.split(BudgetSpent)[1] is None:
-        error = error.exceptions[0]
-    return error.finish_reason if isinstance(error, BudgetSpent) else ""
-
-
-class RolloutHost:
+class _RolloutHost:
     """Starts and cancels the episodes of its parent, and carries their questions to the model."""
 
     def __init__(self, channel: socket.socket, rollout: Callable[..., Any]) -> None:
@@ -306,9 +298,13 @@ class RolloutHost:
             try:
                 end = {"value": await self._rollout(session, **start["columns"])}
             except BaseException as error:
-                if not (spent := _spent(error)):
+                first = error
+                # A task group wraps spent budgets, which may be all that ended the rollout.
+                while isinstance(first, BaseExceptionGroup) and first.split(BudgetSpent)[1] is None:
+                    first = first.exceptions[0]
+                if not isinstance(first, BudgetSpent):
                     raise
-                end = {"spent": spent}
+                end = {"spent": first.finish_reason}
             self.tell({"episode": number, **end, "metrics": dict(session.metrics)})
         except BaseException as error:  # noqa: BLE001 - reported to the parent
             self.tell({"episode": number} | described(error))

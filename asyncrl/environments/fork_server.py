@@ -14,14 +14,12 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.environments.channel import Channel
 from asyncrl.environments.episode_worker import PLACE, REAP_AGAIN_S, START
-from asyncrl.environments.json_frames import packed
+from asyncrl.environments.json_frames import Channel, packed
 from asyncrl.errors import EnvironmentFault
 from asyncrl.files import with_cure
 from asyncrl.hosting.processes import kill_group, public_environment
@@ -48,29 +46,33 @@ ONE_HASH = {"PYTHONHASHSEED": "0"}
 LIMITS = {"CORE": 0, "NOFILE": 1024}
 
 
-@dataclass(slots=True, eq=False)
 class Worker:
-    """A process that runs user code."""
+    """A process that runs user code, and the channel to it; `ForkServer.start_worker` starts it."""
 
     program: "_Program"
     number: int
-    pid: int
-    channel: Channel
     directory: Path
-    is_killed: bool = False
+
+    def __init__(self, receive: Callable[[dict[str, Any]], None], lose: Callable[[str], None]) -> None:
+        """`receive` gets each message. `lose` is called once, with `died` or what is wrong with its bytes."""
+        self.channel = Channel(receive, lambda wrong: lose(wrong or "died"))
+        # The process id from the start, and the exit status from when the fork server has reaped it.
+        self.pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._is_killed = False
 
     def kill(self) -> None:
-        """Kill the process with what it started, once."""
-        if self.is_killed:
-            return
-        self.is_killed = True
+        """Close the channel, and kill a process that has started, with what it started."""
         self.channel.close()
-        self.program.kill_worker(self.number, self.pid, self.directory)
+        if self.pid.done() and not self.pid.exception() and not self._is_killed:
+            self._is_killed = True
+            self.program.kill_worker(self)
 
     async def fault(self, doing: str, reason: str, limit_s: float) -> EnvironmentFault:
-        """Kill the process, and describe why: `reason` is `hung`, `died`, or what is wrong with its bytes."""
+        """Kill the process, and describe why: `reason` is `hung`, or what `lose` was called with."""
+        await asyncio.wait({self.pid})
         self.kill()
-        how = await self.program.ended(self.number)
+        how = await self.program.ended(self)
         if reason == "hung":
             text = f"took longer than {limit_s:g} s and was killed"
         else:
@@ -112,28 +114,27 @@ class ForkServer:
             )
         return program.description
 
-    async def worker(self, channel: Channel) -> Worker:
-        """Start a worker that talks through `channel`. Raises EnvironmentFault."""
+    async def start_worker(self, worker: Worker) -> None:
+        """Start the process of a worker. Raises EnvironmentFault."""
         assert self._scratch is not None
         program = await self._running()
         if not program.forks:
             program = await self._begin()
-        number = next(self._numbers)
-        directory = self._scratch.directory / str(number)
+        worker.program, worker.number = program, next(self._numbers)
+        worker.directory = self._scratch.directory / str(worker.number)
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise _no_process(error) from error
         with theirs:
-            await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
+            await asyncio.get_running_loop().create_connection(lambda: worker.channel, sock=ours)
             try:
-                pid = await program.serve(number, theirs, directory)
+                await program.serve(worker, theirs)
             except BaseException:
-                channel.close()
+                worker.channel.close()
                 if not program.forks:
                     program.kill()
                 raise
-        return Worker(program, number, pid, channel, directory)
 
     async def close(self) -> None:
         """Kill all processes and remove their files. It takes twice `END_S` at most."""
@@ -164,7 +165,7 @@ class ForkServer:
             return self._program
 
     async def _begin(self) -> "_Program":
-        self._programs = {program for program in self._programs if not program.is_buried}
+        self._programs = {program for program in self._programs if program.is_alive or program.tasks}
         assert self._scratch is not None
         try:
             program = _Program()
@@ -188,22 +189,16 @@ class _Program:
         self._control, self._theirs = socket.socketpair()
         self._channel = Channel(self._receive, lambda wrong: self.kill())
         self._described: asyncio.Future[dict[str, Any]] = loop.create_future()
-        # Process ids of workers, and their exit statuses, by number.
-        self._pids: dict[int, asyncio.Future[int]] = {}
-        self._statuses: dict[int, asyncio.Future[int]] = {}
+        self._workers: dict[int, Worker] = {}  # those that have not ended, by number
         self._to_reap: list[int] = []
         self._orders = asyncio.Semaphore(MOST_ORDERS)
         self._process: asyncio.subprocess.Process | None = None
         self.printed = Printed()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         # Whether it follows orders; the number of its threads; what the user's file has.
         self.is_alive = True
         self.threads = 1
         self.description: Mapping[str, Any] = {}
-
-    @property
-    def is_buried(self) -> bool:
-        return not self.is_alive and not self._tasks
 
     @property
     def forks(self) -> bool:
@@ -225,7 +220,7 @@ class _Program:
                     env=ONE_THREAD | ONE_HASH | dict(variables),
                     start_new_session=True,  # its own process group: killed with its children
                 )
-            keep(self._tasks, self.printed.follow_process(self._process))
+            keep(self.tasks, self.printed.follow_process(self._process))
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: self._channel, sock=self._control)
             self._channel.send({"uses": uses, "limits": LIMITS | memory})
@@ -245,18 +240,17 @@ class _Program:
             raise EnvironmentFault(f"{found}{self.printed.note}", reason="start")
         self.description, self.threads = answer["description"], answer["threads"]
 
-    async def serve(self, number: int, theirs: socket.socket, directory: Path) -> int:
-        """Have a worker at the other end of a socket, and return its process id. Raises EnvironmentFault."""
-        order = packed({"serve": number, "directory": str(directory), "fork": self.forks})
+    async def serve(self, worker: Worker, theirs: socket.socket) -> None:
+        """Have the worker at the other end of its socket. Raises EnvironmentFault."""
+        order = packed({"serve": worker.number, "directory": str(worker.directory), "fork": self.forks})
         async with self._orders:
-            pid = self._pids[number] = asyncio.get_running_loop().create_future()
-            self._statuses[number] = asyncio.get_running_loop().create_future()
+            self._workers[worker.number] = worker
             try:
                 socket.send_fds(self._control, [order], [theirs.fileno()])
                 async with asyncio.timeout(FORK_S):
-                    return await asyncio.shield(pid)
+                    await asyncio.shield(worker.pid)
             except asyncio.CancelledError:
-                pid.add_done_callback(partial(self._abandon, number, directory))
+                worker.pid.add_done_callback(lambda _: worker.kill())
                 raise
             except (OSError, TimeoutError) as error:
                 self.kill()  # also what it forks late
@@ -264,31 +258,27 @@ class _Program:
                 reason = "hung" if isinstance(error, TimeoutError | BlockingIOError) else "died"
                 raise EnvironmentFault(f"{found}; it was killed", reason=reason) from error
 
-    def _abandon(self, number: int, directory: Path, pid: asyncio.Future[int]) -> None:
-        if not pid.exception():
-            self.kill_worker(number, pid.result(), directory)
-
-    def kill_worker(self, number: int, pid: int, directory: Path) -> None:
+    def kill_worker(self, worker: Worker) -> None:
         """Kill a worker and its group; remove its files when it has ended."""
         # The fork server does not reap a worker before it is told to, so this is still the worker's number.
         for kill in (os.killpg, os.kill):  # a worker that was just forked has no group yet
             with contextlib.suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
+                kill(worker.pid.result(), signal.SIGKILL)
         if not self.forks:
             self.kill()
         else:
-            self._to_reap.append(number)
+            self._to_reap.append(worker.number)
             if len(self._to_reap) == 1:
                 asyncio.get_running_loop().call_soon(self._reap)
-        keep(self._tasks, self._tidy(number, directory))
+        keep(self.tasks, self._tidy(worker))
 
-    async def ended(self, number: int) -> str:
+    async def ended(self, worker: Worker) -> str:
         """Describe how a killed or dead worker ended."""
         try:
             async with asyncio.timeout(END_S):
                 if not self.forks and self._process:
                     return ending(await self._process.wait())
-                return ending(await asyncio.shield(self._statuses[number]))
+                return ending(await asyncio.shield(worker.status))
         except TimeoutError:
             return "its socket is closed"
         except EnvironmentFault as error:
@@ -298,18 +288,24 @@ class _Program:
         """Kill the process, its group and its workers."""
         self.is_alive = False
         self._channel.close()
-        for pid in self._pids.values():
-            if pid.done() and not pid.exception():
-                kill_group(pid.result())
+        waiting: list[asyncio.Future[Any]] = [self._described]
+        for worker in self._workers.values():
+            waiting += [worker.pid, worker.status]
+            if worker.pid.done() and not worker.pid.exception():
+                kill_group(worker.pid.result())
         if self._process and self._process.returncode is None:
             kill_group(self._process.pid)
-        self._fail()
+        for future in waiting:
+            if not future.done():
+                text = f"the fork server of the environment died{self.printed.note}"
+                future.set_exception(EnvironmentFault(text, reason="died"))
+                future.exception()  # it need not be awaited
 
     async def buried(self) -> None:
         """Wait until everything has ended, at most `END_S`."""
-        if not self._tasks:
+        if not self.tasks:
             return
-        _, left = await asyncio.wait(self._tasks, timeout=END_S)
+        _, left = await asyncio.wait(self.tasks, timeout=END_S)
         for task in left:  # a process that left the group still holds the pipe
             task.cancel()
 
@@ -328,38 +324,25 @@ class _Program:
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "serving" in message and "error" in message:
-            self._statuses.pop(message["serving"])
             found = f"the fork server of the environment cannot fork: {message['error']}"
             cure = "let the user's file close what its import opens, or free memory and processes"
-            self._pids.pop(message["serving"]).set_exception(
-                EnvironmentFault(f"{found}; {cure}", reason="died")
-            )
+            fault = EnvironmentFault(f"{found}; {cure}", reason="died")
+            self._workers.pop(message["serving"]).pid.set_exception(fault)
         elif "serving" in message:
-            self._pids[message["serving"]].set_result(int(message["pid"]))
+            self._workers[message["serving"]].pid.set_result(int(message["pid"]))
         elif "ended" in message:
-            del self._pids[message["ended"]]
-            if status := self._statuses.get(message["ended"]):  # else it ended after all waits for it
-                status.set_result(int(message["status"]))
+            self._workers.pop(message["ended"]).status.set_result(int(message["status"]))
         else:
             self._described.set_result(message)
 
-    def _fail(self) -> None:
-        waiting: list[asyncio.Future[Any]] = [self._described, *self._pids.values(), *self._statuses.values()]
-        for future in waiting:
-            if not future.done():
-                text = f"the fork server of the environment died{self.printed.note}"
-                future.set_exception(EnvironmentFault(text, reason="died"))
-                future.exception()  # it need not be awaited
-
-    async def _tidy(self, number: int, directory: Path) -> None:
-        await self.ended(number)
-        self._statuses.pop(number, None)
+    async def _tidy(self, worker: Worker) -> None:
+        await self.ended(worker)
         try:
-            directory.rmdir()
+            worker.directory.rmdir()
         except FileNotFoundError:
             return
         except OSError:  # it has files
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, worker.directory, ignore_errors=True)
 
 
 def keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:

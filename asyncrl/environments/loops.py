@@ -24,17 +24,17 @@ class Conversation:
 
     def __init__(self, talk: Talk, opening: Opening, max_characters: int) -> None:
         """Begin with the row's prompt. Longer observations are cut, with a mark at the end."""
-        self._talk = talk
+        self.talk = talk
         self._text = opening if isinstance(opening, str) else None
         self._messages: list[Message] = [] if isinstance(opening, str) else list(opening)
         self.max_characters = max_characters
         # Numbers for the episode's metrics. A mean over episodes needs the zeros.
         self.counts: Counter[str] = Counter({"turns": 0, "observations/cut": 0})
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The counts, for the episode's metrics."""
-        return {name: float(count) for name, count in self.counts.items()}
+    def outcome(self, finish_reason: str, reward: float | None = None) -> Outcome:
+        """Return the end of the episode, with the counts as metrics."""
+        metrics = {name: float(count) for name, count in self.counts.items()}
+        return Outcome(finish_reason=finish_reason, reward=reward, metrics=metrics)
 
     def observe(self, observation: Observation) -> None:
         """Append what the environment says. Text continues the user's message if that is the last one."""
@@ -68,7 +68,7 @@ class Conversation:
                 text = "the environment has tools, which only a chat template shows to a model"
                 raise EnvironmentFault(f"{text}; set model.chat_template: true", reason="start")
             text, self._text = self._text, ""
-            answer = await self._talk.complete(text)
+            answer = await self.talk.complete(text)
         else:
             if not self._messages:
                 text = (
@@ -76,7 +76,7 @@ class Conversation:
                 )
                 raise EnvironmentFault(text, reason="returned")
             self.counts.update(dict.fromkeys(TOOL_COUNTS if tools else (), 0))
-            answer = await self._talk.chat(self._messages, tools=tools)
+            answer = await self.talk.chat(self._messages, tools=tools)
             self._messages = [*self._messages, answer.message]
         self.counts["turns"] += 1
         return answer
@@ -100,7 +100,7 @@ async def asked(ask: Ask, do: str, **arguments: Any) -> Mapping[str, Any]:
 
 
 async def play_text(
-    talk: Talk, conversation: Conversation, ask: Ask, start: Mapping[str, Any], *, rewards: bool
+    conversation: Conversation, ask: Ask, start: Mapping[str, Any], *, rewards: bool
 ) -> Outcome:
     """Play a text environment: an answer is the argument of `step`, whose observation comes next."""
     observation, state = read_reset(await asked(ask, "reset", **start, limit=conversation.max_characters))
@@ -114,7 +114,7 @@ async def play_text(
             step = read_step(reply)
             if step.reward is not None:
                 total = (total or 0.0) + step.reward
-            talk.score_turn(step.reward, state)
+            conversation.talk.score_turn(step.reward, state)
             state = step.state
             if step.done:
                 # An answer that was cut off may have ended the episode by chance.
@@ -128,7 +128,7 @@ async def play_text(
         last = read_reward("reward", (await asked(ask, "reward"))["value"])
         if last is not None:
             total = (total or 0.0) + last
-    return Outcome(finish_reason=finish_reason, reward=total)
+    return conversation.outcome(finish_reason, total)
 
 
 async def play_tools(conversation: Conversation, toolbox: Toolbox, ask: Ask, *, step_s: float) -> Outcome:
@@ -138,18 +138,13 @@ async def play_tools(conversation: Conversation, toolbox: Toolbox, ask: Ask, *, 
     """
 
     async def answer_calls(answer: Answer) -> bool:
-        mistakes = [toolbox.mistake(call) for call in answer.tool_calls]
-        open_calls = [
-            ask(_request(call, conversation))
-            for call, mistake in zip(answer.tool_calls, mistakes, strict=True)
-            if not mistake
-        ]
-        replies = iter(await asyncio.gather(*open_calls, return_exceptions=True))
-        for call, mistake in zip(answer.tool_calls, mistakes, strict=True):
-            _observe(conversation, call, mistake, None if mistake else next(replies), step_s)
+        called = [_called(conversation, toolbox, ask, call) for call in answer.tool_calls]
+        replies = await asyncio.gather(*called, return_exceptions=True)
+        for call, reply in zip(answer.tool_calls, replies, strict=True):
+            _observe(conversation, call, reply, step_s)
         return False
 
-    return Outcome(finish_reason=await _until_no_call(conversation, toolbox, answer_calls))
+    return conversation.outcome(await _until_no_call(conversation, toolbox, answer_calls))
 
 
 async def play_tool_class(
@@ -165,14 +160,12 @@ async def play_tool_class(
 
     async def answer_calls(answer: Answer) -> bool:
         for call in answer.tool_calls:
-            mistake = toolbox.mistake(call)
-            reply = None if mistake else await ask(_request(call, conversation))
-            _observe(conversation, call, mistake, reply, 0.0)
+            _observe(conversation, call, await _called(conversation, toolbox, ask, call), 0.0)
         return read_done((await asked(ask, "done"))["value"])
 
     finish_reason = await _until_no_call(conversation, toolbox, answer_calls)
     reward = read_reward("reward", (await asked(ask, "reward"))["value"]) if rewards else None
-    return Outcome(finish_reason=finish_reason, reward=reward)
+    return conversation.outcome(finish_reason, reward)
 
 
 async def _until_no_call(
@@ -188,21 +181,27 @@ async def _until_no_call(
         return spent.finish_reason
 
 
-def _request(call: ToolCall, conversation: Conversation) -> dict[str, Any]:
-    return {
-        "do": "call",
-        "name": call.name,
-        "arguments": call.arguments,
-        "limit": conversation.max_characters,
-    }
+async def _called(
+    conversation: Conversation, toolbox: Toolbox, ask: Ask, call: ToolCall
+) -> Mapping[str, Any] | str:
+    """The reply to a call, or the model's mistake."""
+    if mistake := toolbox.mistake(call):
+        return mistake
+    asked_for = {"name": call.name, "arguments": call.arguments, "limit": conversation.max_characters}
+    return await ask({"do": "call", **asked_for})
 
 
-def _observe(conversation: Conversation, call: ToolCall, mistake: str, reply: Any, step_s: float) -> None:
+def _observe(
+    conversation: Conversation,
+    call: ToolCall,
+    reply: Mapping[str, Any] | str | BaseException,
+    step_s: float,
+) -> None:
     """Append the result of a call, or the model's mistake. Raises EnvironmentFault for what is not one."""
     conversation.counts["tools/calls"] += 1
-    if mistake:
+    if isinstance(reply, str):
         conversation.counts["tools/invalid"] += 1
-        text = f"error: {mistake}"
+        text = f"error: {reply}"
     elif isinstance(reply, EnvironmentFault) and reply.reason == "hung":
         conversation.counts["tools/late"] += 1
         text = f"error: {call.name} took longer than {step_s:g} s and was stopped"

@@ -62,7 +62,10 @@ class Player:
             try:
                 reply = work[request.pop("do")](**request)
                 reply["seconds"] = time.perf_counter() - started_s
-                frame = self._packed(reply)
+                try:
+                    frame = packed(reply)
+                except ValueError:  # it is too long: long texts are cut, as the parent would
+                    frame = packed({**reply, "value": _shortened(reply["value"], self._limit)})
             except BaseException as error:  # noqa: BLE001 - reported to the parent
                 reply = described(error) | {"seconds": time.perf_counter() - started_s}
                 frame = packed(reply)
@@ -71,13 +74,6 @@ class Player:
             self._channel.sendall(frame)
             if reply.get("memory") and self._tools is not None:
                 os._exit(0)  # what filled the memory may still be there: another worker goes on
-
-    def _packed(self, reply: Mapping[str, Any]) -> bytes:
-        """Return the reply as a message. If that is too long, long texts are cut, as the parent would."""
-        try:
-            return packed(reply)
-        except ValueError:
-            return packed({**reply, "value": _shortened(reply["value"], self._limit)})
 
     def _reset(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         random.seed(seed)

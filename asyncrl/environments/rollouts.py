@@ -12,8 +12,8 @@ from typing import Any
 from asyncrl.algo.trainable import NAME, is_name
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import BudgetSpent, Outcome, Talk
-from asyncrl.environments.channel import Channel
 from asyncrl.environments.fork_server import ForkServer, Worker, keep
+from asyncrl.environments.json_frames import Channel
 from asyncrl.environments.returned import read_numbers, read_result, read_reward, state_of
 from asyncrl.environments.tool_schemas import tool_schema
 from asyncrl.errors import EnvironmentFault
@@ -34,8 +34,14 @@ class Rollouts:
 
     async def play(self, talk: Talk, columns: Mapping[str, Any], *, seed: int, place: int) -> Outcome:
         """Play one episode. Raises EnvironmentFault, and what the talk raises except BudgetSpent."""
-        host, number = await self._host(), next(self._numbers)
-        episode = _Episode(talk, host.channel, number)
+        place_in_turn, number = next(self._places), next(self._numbers)
+        async with self._starting[place_in_turn]:
+            host = self._hosts[place_in_turn]
+            if host is None or host.is_lost:
+                host = _Host(self._step_s)
+                await host.start(self._server)
+                self._hosts[place_in_turn] = host
+        episode = _Episode(talk, host.worker.channel, number)
         try:
             host.begin(episode, {"columns": columns, "seed": seed, "place": place})
             async with asyncio.timeout(self._most_s):
@@ -47,20 +53,9 @@ class Rollouts:
             host.leave(episode)
 
     async def close(self) -> None:
-        """Kill all processes."""
         for host in self._hosts:
             if host is not None:
                 host.close()
-
-    async def _host(self) -> "_Host":
-        place = next(self._places)
-        async with self._starting[place]:
-            host = self._hosts[place]
-            if host is None or host.is_lost:
-                host = _Host(self._step_s)
-                await host.start(self._server)
-                self._hosts[place] = host
-            return host
 
 
 class _Episode:
@@ -76,16 +71,19 @@ class _Episode:
         self._finish_reason = "stop"
 
     def receive(self, message: dict[str, Any]) -> None:
-        """Follow a message of user code."""
         if "call" in message:
             keep(self._answering, self._answer(message))
         elif "reward" in message:
-            self._score(message["reward"], message["state"])
+            try:
+                value, state = read_reward("score_turn", message["reward"]), message["state"]
+                if value is not None or state is not None:
+                    self._talk.score_turn(value, None if state is None else state_of(None, {"state": state}))
+            except EnvironmentFault as fault:
+                self.fail(fault)
         elif not self.end.done():
             self.end.set_result(message)
 
     def fail(self, error: BaseException) -> None:
-        """End the episode with an error."""
         if not self.end.done():
             self.end.set_exception(error)
 
@@ -110,7 +108,6 @@ class _Episode:
         )
 
     def leave(self) -> None:
-        """Stop asking the model."""
         self.end.cancel()
         for task in self._answering:
             task.cancel()
@@ -120,9 +117,8 @@ class _Episode:
             if "text" in message:
                 answer = await self._talk.complete(message["text"])
             else:
-                tools = [one if "function" in one else tool_schema(one) for one in message["tools"]]
-                train = message["train"]
-                answer = await self._talk.chat(message["messages"], tools=tools, train=train)
+                tools = [tool_schema(one) for one in message["tools"]]
+                answer = await self._talk.chat(message["messages"], tools=tools, train=message["train"])
             self._turns += 1
             self._finish_reason = answer.finish_reason
             fields = asdict(replace(answer, logprobs=tuple))  # a function, which no message holds
@@ -134,51 +130,39 @@ class _Episode:
         except Exception as error:  # noqa: BLE001 - the episode ends with it
             self.fail(error)
 
-    def _score(self, reward: Any, state: Any) -> None:
-        try:
-            value = read_reward("score_turn", reward)
-            if value is not None or state is not None:
-                named = None if state is None else state_of(None, {"state": state})
-                self._talk.score_turn(value, named)
-        except EnvironmentFault as fault:
-            self.fail(fault)
-
 
 class _Host:
     """One process, and the episodes in it."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self.channel = Channel(self._receive, self._lose)
-        self._worker: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self.worker = Worker(self._receive, self._lose)
         self._episodes: dict[int, _Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered = True
         self.is_lost = False
 
     async def start(self, server: ForkServer) -> None:
-        self._worker.set_result(await server.worker(self.channel))
+        await server.start_worker(self.worker)
         keep(self._tasks, self._beat())
 
     def begin(self, episode: _Episode, start: Mapping[str, Any]) -> None:
         if self.is_lost:
             raise EnvironmentFault("the process of the rollouts died before the episode began", reason="died")
         self._episodes[episode.number] = episode
-        self.channel.send({"start": episode.number, **start})
+        self.worker.channel.send({"start": episode.number, **start})
 
     def leave(self, episode: _Episode) -> None:
         """Cancel what still runs of an episode."""
         if self._episodes.pop(episode.number, None) and not self.is_lost:
-            self.channel.send({"cancel": episode.number})
+            self.worker.channel.send({"cancel": episode.number})
         episode.leave()
 
     def close(self) -> None:
         self.is_lost = True
-        self.channel.close()
         for task in self._tasks:
             task.cancel()
-        if self._worker.done():
-            self._worker.result().kill()
+        self.worker.kill()
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "pong" in message:
@@ -189,10 +173,10 @@ class _Host:
     def _lose(self, reason: str) -> None:
         if not self.is_lost:
             self.is_lost = True
-            keep(self._tasks, self._bury(reason or "died"))
+            keep(self._tasks, self._bury(reason))
 
     async def _bury(self, reason: str) -> None:
-        fault = await (await self._worker).fault("the process of the rollouts", reason, self._step_s)
+        fault = await self.worker.fault("the process of the rollouts", reason, self._step_s)
         for episode in self._episodes.values():
             episode.fail(fault)
 
@@ -200,7 +184,7 @@ class _Host:
         """Ask the loop for a sign, again and again; one that does not give it is hung."""
         while not self.is_lost:
             self._answered = False
-            self.channel.send({"ping": True})
+            self.worker.channel.send({"ping": True})
             await asyncio.sleep(self._step_s)
             if not self._answered:
                 self._lose("hung")

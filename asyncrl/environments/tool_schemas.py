@@ -30,8 +30,8 @@ class Toolbox:
     """The tools of an environment: their schemas, and the check of the model's calls."""
 
     def __init__(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Make the schemas of what a worker described, if they are none yet. Raises EnvironmentFault."""
-        self.schemas = [tool if "function" in tool else tool_schema(tool) for tool in described]
+        """Make the schemas of what a worker described. Raises EnvironmentFault."""
+        self.schemas = [tool_schema(tool) for tool in described]
         self._parameters = {one["function"]["name"]: one["function"]["parameters"] for one in self.schemas}
 
     def mistake(self, call: ToolCall) -> str:
@@ -74,8 +74,9 @@ def _example(schema: Mapping[str, Any]) -> Any:
 
 
 def tool_schema(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool as `describe_tool` describes it. Raises EnvironmentFault."""
-    schema: dict[str, Any] = json.loads(_schema(json.dumps(described)))
+    """Return the schema of a tool as `describe_tool` describes it, or as it is. Raises EnvironmentFault."""
+    is_schema = "function" in described
+    schema: dict[str, Any] = dict(described) if is_schema else json.loads(_schema(json.dumps(described)))
     return schema
 
 
@@ -106,15 +107,11 @@ def _parameter(described: Mapping[str, Any], place: str) -> inspect.Parameter:
     if not name.isidentifier():
         text = f"{place} takes `{name}`, which has no schema; name each argument"
         raise EnvironmentFault(text, reason="start")
-    if annotation is None:
-        text = (
-            f"{place}: argument `{name}` has no type; write for example `{name}: int`; allowed are {ALLOWED}"
-        )
-        raise EnvironmentFault(text, reason="start")
+    found = f"has the type `{annotation}`" if annotation else f"has no type; write for example `{name}: int`"
     try:
-        kind = _type(ast.parse(annotation, mode="eval").body)
+        kind = _type(ast.parse(annotation or "", mode="eval").body)
     except (SyntaxError, ValueError, TypeError) as error:
-        text = f"{place}: argument `{name}` has the type `{annotation}`; allowed are {ALLOWED}"
+        text = f"{place}: argument `{name}` {found}; allowed are {ALLOWED}"
         raise EnvironmentFault(text, reason="start") from error
     default = inspect.Parameter.empty if described["required"] else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
@@ -149,7 +146,11 @@ def _wrong(value: Any, schema: Mapping[str, Any]) -> str:
         return f"one of {json.dumps(schema['enum'])}"
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(_is(value, kind) for kind in kinds):
+    fits = [
+        kind == "boolean" if isinstance(value, bool) else isinstance(value, _PYTHON.get(kind, object))
+        for kind in kinds
+    ]
+    if kinds and not any(fits):
         return " or ".join(f"{'an' if kind[0] in 'aio' else 'a'} {kind}" for kind in kinds)
     return _wrong_inside(value, schema)
 
@@ -167,9 +168,3 @@ def _wrong_inside(value: Any, schema: Mapping[str, Any]) -> str:
         wrong = next((wrong for one in others if (wrong := _wrong(one, each))), "")
         return wrong and f"an object whose values are each {wrong}"
     return ""
-
-
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(value, _PYTHON.get(kind, object))

@@ -76,14 +76,9 @@ def describe_tool(tool: Any, *, owner: type | None = None) -> dict[str, Any]:
 def _kind(targets: Sequence[Any]) -> str:
     first = targets[0]
     if not any(inspect.isclass(target) for target in targets):
-        names = list(inspect.signature(first).parameters)
-        is_async = inspect.iscoroutinefunction(first)
-        is_rollout = is_async and names[:1] == ["session"]
-        if (
-            names[:1] == ["session"]
-            and not is_async
-            and "session" not in getattr(first, "__annotations__", {})
-        ):
+        takes_session = [*inspect.signature(first).parameters][:1] == ["session"]
+        is_rollout = takes_session and inspect.iscoroutinefunction(first)
+        if takes_session and not is_rollout and "session" not in getattr(first, "__annotations__", {}):
             raise TypeError(f"found `def {first.__name__}(session)`; a rollout is an `async def`")
         if is_rollout and len(targets) > 1:
             raise TypeError(f"`{first.__name__}` is a rollout; name a rollout alone")

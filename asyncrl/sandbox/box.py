@@ -97,14 +97,20 @@ class Box:
         A program sees nothing of the programs before it. Calls at the same time wait for each other. Raises
         EnvironmentFault if the sandbox broke; the next call makes another one.
         """
-        request = {"code": code, "stdin": stdin, "seconds": seconds}
         is_reusable = False
         async with self._turn:
             try:
                 await self._start()
-                reply = await self._ask(request, seconds + GRACE_S)
+                data = json.dumps({"code": code, "stdin": stdin, "seconds": seconds}).encode()
+                assert self._process is not None and self._process.stdin is not None
+                self._process.stdin.write(inside.LENGTH.pack(len(data)) + data)
+                async with asyncio.timeout(GRACE_S):
+                    await self._process.stdin.drain()
+                reply = await self._receive(seconds + GRACE_S)
                 is_reusable = not reply.pop("spent")
                 return Result(**reply)
+            except OSError as error:  # also a TimeoutError
+                raise EnvironmentFault(f"the sandbox accepts no program ({type(error).__name__})") from error
             except (KeyError, TypeError, ValueError) as error:
                 raise EnvironmentFault(f"the sandbox answers with no result: {error}") from error
             finally:
@@ -150,17 +156,6 @@ class Box:
         except BaseException:
             await self.close()
             raise
-
-    async def _ask(self, request: dict[str, Any], wait_s: float) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdin is not None
-        data = json.dumps(request).encode()
-        try:
-            self._process.stdin.write(inside.LENGTH.pack(len(data)) + data)
-            async with asyncio.timeout(GRACE_S):
-                await self._process.stdin.drain()
-        except (OSError, TimeoutError) as error:
-            raise EnvironmentFault(f"the sandbox accepts no program ({type(error).__name__})") from error
-        return await self._receive(wait_s)
 
     async def _receive(self, wait_s: float) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None

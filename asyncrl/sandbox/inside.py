@@ -44,7 +44,7 @@ PR_SET_DUMPABLE = 4
 _THREADS, _PAGES = 17, 21
 
 
-class Output:
+class _Output:
     """The beginning or the end of what a pipe carried."""
 
     def __init__(self, most_bytes: int, *, keep_end: bool) -> None:
@@ -85,16 +85,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel drops signals without a handler here
     for name, value in limits["rlimits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    execute("")  # what it sets up for the first time need not be set up in every program
+    _execute("")  # what it sets up for the first time need not be set up in every program
     gc.collect()
     gc.freeze()  # a collection in a program would otherwise copy all memory that it shares with this process
-    reply(replies, {"ready": True})
+    _reply(replies, {"ready": True})
     while header := requests.read(LENGTH.size):
         request = json.loads(requests.read(LENGTH.unpack(header)[0]))
-        reply(replies, run(request["code"], request["stdin"], request["seconds"], limits))
+        _reply(replies, run(request["code"], request["stdin"], request["seconds"], limits))
 
 
-def reply(replies: BinaryIO, message: dict[str, Any]) -> None:
+def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
     """Write one message."""
     data = json.dumps(message).encode()
     replies.write(LENGTH.pack(len(data)) + data)
@@ -103,8 +103,8 @@ def reply(replies: BinaryIO, message: dict[str, Any]) -> None:
 
 def run(code: str, stdin: str, seconds: float, limits: dict[str, Any]) -> dict[str, Any]:
     """Run a program in a process of its own, and end everything that it started."""
-    stdout = Output(limits["output"], keep_end=False)
-    stderr = Output(limits["output"], keep_end=True)
+    stdout = _Output(limits["output"], keep_end=False)
+    stderr = _Output(limits["output"], keep_end=True)
     given = os.open(SCRATCH[0], os.O_TMPFILE | os.O_RDWR)
     with os.fdopen(given, "wb", closefd=False) as file:
         file.write(stdin.encode("utf-8", "replace"))
@@ -140,7 +140,7 @@ def run(code: str, stdin: str, seconds: float, limits: dict[str, Any]) -> dict[s
     }
 
 
-def watch(pid: int, outputs: tuple[Output, Output], until_s: float, limits: dict[str, Any]) -> str | None:
+def watch(pid: int, outputs: tuple[_Output, _Output], until_s: float, limits: dict[str, Any]) -> str | None:
     """Read the outputs until the process ends. Returns the limit that the program exceeds, if any."""
     poll = select.poll()
     ended = os.pidfd_open(pid)
@@ -226,7 +226,7 @@ def become(code: str, standard: tuple[int, int, int], seconds: float, memory_byt
         ]
         sys.stdin, sys.stdout, sys.stderr = streams
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        status = execute(code)
+        status = _execute(code)
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as at the end of any program
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -235,7 +235,7 @@ def become(code: str, standard: tuple[int, int, int], seconds: float, memory_byt
         os._exit(status)
 
 
-def execute(code: str) -> int:
+def _execute(code: str) -> int:
     """Run a program as the main module; return its exit status."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = builtins

@@ -15,41 +15,36 @@ Message = Mapping[str, Any]
 
 def text_of(content: Any) -> str:
     """Return a content's text: "" for None, joined text parts. Raises ValueError for any other part."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        return "".join(_part(part) for part in content)
-    return _json(content)
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind, text = (part.get("type", "text"), part.get("text")) if isinstance(part, dict) else (None, None)
-    if isinstance(text, str) and str(kind).endswith("text"):
-        return text
-    raise ValueError(f"found the content part {_json(part):.80}; only parts of type `text` can be used")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        return _json(content)
+    texts = []
+    for part in content:
+        named = part if isinstance(part, dict) else {"text": part}
+        text, kind = named.get("text"), str(named.get("type", "text"))
+        if not isinstance(text, str) or not kind.endswith("text"):
+            found = f"found the content part {_json(part):.80}"
+            raise ValueError(f"{found}; only parts of type `text` can be used")
+        texts.append(text)
+    return "".join(texts)
 
 
 def calls_of(message: Message) -> list[tuple[str, Any]]:
     """Return name and arguments of each tool call; arguments in JSON text are read."""
-    return [_call(call) for call in message.get("tool_calls") or ()]
-
-
-def _call(call: Any) -> tuple[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        allowed = '{"function": {"name": ..., "arguments": ...}}'
-        raise ValueError(f"found the tool call {_json(call):.80}; allowed is {allowed}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(
-            ValueError, RecursionError
-        ):  # text that is not JSON is compared, and rendered, as it is
-            arguments = json.loads(arguments) if arguments.strip() else {}
-    return str(function.get("name", "")), {} if arguments is None else arguments
+    found = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            allowed = '{"function": {"name": ..., "arguments": ...}}'
+            raise ValueError(f"found the tool call {_json(call):.80}; allowed is {allowed}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            # Text that is not JSON is compared, and rendered, as it is.
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments) if arguments.strip() else {}
+        found.append((function["name"], {} if arguments is None else arguments))
+    return found
 
 
 def keys_of(messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[bytes]:

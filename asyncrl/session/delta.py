@@ -4,7 +4,7 @@ Only this text is tokenised. It begins behind the stop token of the answer, so t
 they are, whatever the template would write in their place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from asyncrl.errors import RenderError
 from asyncrl.session.base import Renderer
@@ -102,16 +102,15 @@ def delta(
     border = _Border(renderer, tools)
     bare = {name: history[-1][name] for name in ("role", "tool_calls") if name in history[-1]}
     short = [_PLAIN[0], {**bare, "content": "" if "tool_calls" in bare else "x"}]
-    rules: tuple[tuple[str, Callable[[], str | None]], ...] = (
-        (STABLE, lambda: border.continued(history, new)),
-        (SHORT, lambda: border.continued(short, new)),
-        (KEPT, lambda: border.marked(history, new)),
-    )
-    for name, rule in rules:
-        if (text := rule()) is not None:
-            stop = renderer.decode([last_id]) if last_id in renderer.stop_ids else None
-            return name, border.after_stop(text, stop)
-    return None
+    rule, text = STABLE, border.continued(history, new)
+    if text is None:
+        rule, text = SHORT, border.continued(short, new)
+    if text is None:
+        rule, text = KEPT, border.marked(history, new)
+    if text is None:
+        return None
+    stop = renderer.decode([last_id]) if last_id in renderer.stop_ids else None
+    return rule, border.after_stop(text, stop)
 
 
 def rewritten(renderer: Renderer) -> list[str]:

@@ -399,11 +399,11 @@ def test_a_worker_of_tools_that_is_stopped_or_killed_is_replaced(tmp_path):
 
 def test_workers_of_tools_that_die_at_their_start_are_replaced_with_a_pause(tmp_path, monkeypatch):
     """As on a full disk, until there is room."""
-    begin, began_s = ForkServer.worker, []
+    begin, began_s = ForkServer.start_worker, []
 
-    async def begun(self, channel):
+    async def begun(self, worker):
         began_s.append(asyncio.get_running_loop().time())
-        return await begin(self, channel)
+        await begin(self, worker)
 
     async def added(played):
         talk = ScriptedTalk([calls(("add", {"a": 2, "b": 3})), "enough"])
@@ -413,7 +413,7 @@ def test_workers_of_tools_that_die_at_their_start_are_replaced_with_a_pause(tmp_
     async def scenario():
         async with environment(tmp_path, TOOLS, "add", workers=1) as played:
             assert await added(played) == "5"
-            monkeypatch.setattr(ForkServer, "worker", begun)
+            monkeypatch.setattr(ForkServer, "start_worker", begun)
             directory = played._server._scratch.directory
             shutil.rmtree(directory)
             directory.touch()
@@ -431,17 +431,17 @@ def test_workers_of_tools_that_die_at_their_start_are_replaced_with_a_pause(tmp_
 
 @pytest.mark.parametrize("deaths", [1, 2, 3])
 def test_tools_start_again_if_their_fork_server_is_killed_meanwhile(tmp_path, monkeypatch, deaths):
-    begin, asked = ForkServer.worker, []
+    begin, asked = ForkServer.start_worker, []
 
-    async def killed(self, channel):
+    async def killed(self, worker):
         asked.append(self)
         if len(asked) <= deaths:
             await self._running()
             os.kill(fork_server().pid, signal.SIGKILL)
-        return await begin(self, channel)
+        await begin(self, worker)
 
     async def scenario():
-        monkeypatch.setattr(ForkServer, "worker", killed)
+        monkeypatch.setattr(ForkServer, "start_worker", killed)
         async with environment(tmp_path, TOOLS, "add") as played:
             talk = ScriptedTalk([calls(("add", {"a": 2, "b": 3})), "enough"])
             await play(played, talk, prompt=ASK)

@@ -433,9 +433,10 @@ def test_an_end_that_arrives_after_all_waits_for_it_leaves_the_fork_server_alive
             await play(played, ScriptedTalk(answer), {"low": 31})
             assert len(server.children()) == 1
             [program] = played._server._programs
-            await until(lambda: not program._statuses)
+            await until(lambda: len(program.tasks) == 1)  # that which reads what the fork server prints
+            assert program._workers
             server.resume()
-            await until(lambda: not program._pids)
+            await until(lambda: not program._workers)
             assert (await play(played, bisect(0))).reward == 1.0
             assert fork_server() == server
 

@@ -484,7 +484,7 @@ def test_constrained_decoding_is_refused_as_a_mistake_or_ignored_and_counted(pat
         assert answer.status_code == 400
         assert "constrains what the model may sample" in answer.json()["error"]["message"]
         assert ("constrains" in episode.mistake, episode.fault, episode.refused) == (True, "", 1)
-        episode._is_free = True
+        endpoint._is_free = True
         answer = await post(endpoint, episode.key, {"model": "m", **asking(path), **more}, path)
         assert (answer.status_code, episode.overridden, episode.refused) == (200, 1, 1)
 

@@ -243,7 +243,7 @@ def test_an_episode_that_environment_or_answer_cut_off_is_truncated(value, answe
     async def ask(request):
         return replies[request["do"]]
 
-    outcome = asyncio.run(play_text(talk, Conversation(talk, "", 100), ask, {}, rewards=False))
+    outcome = asyncio.run(play_text(Conversation(talk, "", 100), ask, {}, rewards=False))
     assert (outcome.finish_reason, outcome.reward) == (finish_reason, 1.0)
 
 
@@ -274,7 +274,7 @@ def test_each_turn_has_the_state_before_it_and_the_reward_after_it():
     async def ask(request):
         return through_json("start" if request["do"] == "reset" else next(steps))
 
-    outcome = asyncio.run(play_text(talk, Conversation(talk, "", 100), ask, {}, rewards=False))
+    outcome = asyncio.run(play_text(Conversation(talk, "", 100), ask, {}, rewards=False))
     states = [first_state(seen) for seen in ("start", "low", "high", "low")]
     assert talk.rewards == list(zip([None, 0.5, None, 1.0], states, strict=True)) and outcome.reward == 1.5
 

@@ -557,7 +557,7 @@ def test_gigpo_compares_the_turns_of_text_environments_that_follow_the_same_obse
             reward, observation, done = steps.pop(0)
             return {"value": [observation, reward, done]}
 
-        return await play_text(talk, Conversation(talk, "", 100), ask, {}, rewards=False)
+        return await play_text(Conversation(talk, "", 100), ask, {}, rewards=False)
 
     made, _ = sampler(play)
     group = decode_group(encode_group(group_of(made)))
@@ -695,7 +695,7 @@ def test_episodes_of_one_seed_must_begin_alike():
             assert request["do"] == "reset", "an episode without a turn is not scored"
             return {"value": "go"}
 
-        return await play_text(talk, Conversation(talk, [], 100), ask, {}, rewards=True)
+        return await play_text(Conversation(talk, [], 100), ask, {}, rewards=True)
 
     for play in (fair, unscored):
         asyncio.run(require_same_start(Played(play), PROMPT))
@@ -721,7 +721,7 @@ def test_an_environment_that_says_nothing_still_takes_its_turn(nothing):
         def score_turn(self, reward, state=None): ...
 
     talk = Talk()
-    asyncio.run(play_text(talk, Conversation(talk, [], 100), ask, {}, rewards=False))
+    asyncio.run(play_text(Conversation(talk, [], 100), ask, {}, rewards=False))
     assert said == [["user"], ["user", "assistant", "user"]]
 
 

@@ -12,7 +12,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,7 @@ class AgentEnvironment:
         """
         assert self._scratch is not None
         directory = self._scratch.directory / secrets.token_hex(8)
+        result = directory / "result.json"
         open_episode = self.endpoint.episodes.open(talk)
         program = None
         try:
@@ -86,12 +86,15 @@ class AgentEnvironment:
                     self._environment(open_episode.key, given, directory),
                     memory_gib=self.config.memory_gib,
                 )
-                await program.started()
-            status = await self._ended(program, directory / "result.json")
+                await asyncio.shield(program.started)
+            await asyncio.wait({program.status}, timeout=self.config.episode_s + self.config.step_s)
+            # A program that has written its result when its time is up need not end by itself.
+            is_late = not program.status.done() and result.exists()
+            status = 0 if is_late else await asyncio.shield(program.status)
             await program.end()
             printed, program = program.printed, None
             self.loaded()
-            return _outcome(open_episode, status, printed, directory / "result.json")
+            return _outcome(open_episode, status, printed, result)
         except OSError as error:  # for example, no descriptor is left for its output
             text = with_cure(error, f"environment.command {self.config.program}: no process can be started")
             raise EnvironmentFault(text, reason="start") from error
@@ -101,13 +104,6 @@ class AgentEnvironment:
                 await asyncio.shield(program.end())
             with contextlib.suppress(RuntimeError):  # no thread is left
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-
-    async def _ended(self, program: "_Program", result: Path) -> int:
-        """The program's exit status; 0 if its time is up and it has written its result, but does not end."""
-        if not await program.ended(self.config.episode_s + self.config.step_s) and result.exists():
-            return 0
-        await program.ended(None)
-        return program.status
 
     async def close(self) -> None:
         """Stop serving, and kill what is left of the agents."""
@@ -154,12 +150,13 @@ class _Program:
         self, command: Sequence[str], variables: Mapping[str, str], *, memory_gib: float | None
     ) -> None:
         self.printed = Printed()
-        self.status = 0
         self._command, self._variables, self._memory_gib = command, variables, memory_gib
         self._process: subprocess.Popen[bytes] | None = None
         self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        # Done when the program runs; an EnvironmentFault if it cannot.
+        self.started: asyncio.Future[None] = self._loop.create_future()
+        # The exit status, negative for a signal.
+        self.status: asyncio.Future[int] = self._loop.create_future()
         # A pipe of our own: a program's end must not wait for all that hold the pipe.
         output, theirs = os.pipe()
         self._following = asyncio.create_task(self._follow(output))
@@ -167,19 +164,11 @@ class _Program:
             threading.Thread(target=self._run, args=(theirs,), daemon=True).start()
         except RuntimeError as error:  # no thread is left
             os.close(theirs)
-            self._tell(self._started, error)
-
-    async def started(self) -> None:
-        """Wait until the program runs. Raises EnvironmentFault if it cannot."""
-        await asyncio.shield(self._started)
-
-    async def ended(self, within_s: float | None) -> bool:
-        """Wait for its end; return whether it came in time."""
-        return bool((await asyncio.wait({self._ended}, timeout=within_s))[0])
+            self._tell(self.started.set_exception, self._unstarted(error))
 
     async def end(self) -> None:
         """Kill what is left of it, and read what it has printed."""
-        await asyncio.wait({self._started})
+        await asyncio.wait({self.started})
         if self._process is not None:
             kill_group(self._process.pid)
             # All that inherited the key. Without a descriptor or thread, the environment's end does it.
@@ -203,20 +192,20 @@ class _Program:
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(self._process.pid, resource.RLIMIT_AS, (limit, limit))
         except (OSError, ValueError) as error:  # ValueError: an argument with a zero byte
-            self._tell(self._started, error)
+            self._tell(self.started.set_exception, self._unstarted(error))
             return
         finally:
             os.close(output)
-        self._tell(self._started)
-        self.status = self._process.wait()
-        self._tell(self._ended)
+        self._tell(self.started.set_result, None)
+        self._tell(self.status.set_result, self._process.wait())
 
-    def _tell(self, future: asyncio.Future[None], error: Exception | None = None) -> None:
+    def _unstarted(self, error: Exception) -> EnvironmentFault:
         text = f"environment.command {self._command[0]}: the process cannot be started ({error})"
-        fault = EnvironmentFault(text, reason="start")
-        tell = partial(future.set_exception, fault) if error else partial(future.set_result, None)
+        return EnvironmentFault(text, reason="start")
+
+    def _tell(self, settle: Callable[[Any], None], value: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(tell)
+            self._loop.call_soon_threadsafe(settle, value)
 
     async def _follow(self, output: int) -> None:
         reader = asyncio.StreamReader()

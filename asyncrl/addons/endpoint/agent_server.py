@@ -57,10 +57,11 @@ class Endpoint:
 
         If it `is_free`, constraints of sampling have no effect; otherwise they are refused.
         """
-        self.episodes = OpenEpisodes(is_free=is_free)
+        self.episodes = OpenEpisodes()
         self.url = ""  # without a path
         self._address = address
         self._frozen = frozenset(frozen)
+        self._is_free = is_free
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -102,13 +103,15 @@ class Endpoint:
         dialect = DIALECTS.get(path)
         exchange = _Exchange(receive, send)
         try:
-            with contextlib.suppress(TimeoutError):  # the client does not take its answer
-                try:
-                    await self._respond(exchange, scope["method"], path, headers)
-                except Refused as refused:
-                    error = dialect.error(refused) if dialect else openai_error(refused)
-                    await exchange.refuse(refused, error)
-        except OSError:
+            try:
+                await self._respond(exchange, scope["method"], path, headers)
+            except Refused as refused:
+                error = dialect.error(refused) if dialect else openai_error(refused)
+                if exchange.streams:
+                    await exchange.stream(iter([("error", error)]))
+                else:
+                    await exchange.json(refused.status, error)
+        except OSError:  # also a TimeoutError: the client does not take its answer
             log.debug("a client of the endpoint left")
 
     async def _respond(
@@ -132,7 +135,7 @@ class Endpoint:
                 body = await exchange.body(headers)
             except Refused as refused:
                 raise episode.noted(refused) from None
-            call = episode.read(dialect, body, path)
+            call = episode.read(dialect, body, path, is_free=self._is_free)
             wants = headers.get("x-asyncrl-train", "yes").lower() != "no"
             train = wants and call.model not in self._frozen
             answering = asyncio.ensure_future(
@@ -145,8 +148,8 @@ class Endpoint:
                 )
             )
             while not (await asyncio.wait({answering}, timeout=COMMENT_S))[0]:
-                if call.streams:
-                    await exchange.comment()
+                if call.streams:  # a comment shows that the connection lives
+                    await exchange.part(b": the model is answering\n\n")
             answer = answering.result()
             if call.streams:
                 await exchange.stream(dialect.events(call, answer))
@@ -181,7 +184,7 @@ class _Exchange:
     def __init__(self, receive: Any, send: Any) -> None:
         self._receive = receive
         self._send = send
-        self._streams = self._is_read = False
+        self.streams = self._is_read = False
 
     async def body(self, headers: Mapping[str, str]) -> bytes:
         """The whole body. Raises Refused if it is too long or too slow."""
@@ -212,28 +215,18 @@ class _Exchange:
         await self._write({"type": "http.response.start", "status": status, "headers": headers})
         await self._write({"type": "http.response.body", "body": json.dumps(value).encode()})
 
-    async def refuse(self, refused: Refused, error: Json) -> None:
-        """Send a refusal; in a stream that has begun, as an event."""
-        if self._streams:
-            await self.stream(iter([("error", error)]))
-        else:
-            await self.json(refused.status, error)
-
-    async def comment(self) -> None:
-        """Show a waiting client that the connection lives."""
-        await self._part(b": the model is answering\n\n", more=True)
-
     async def stream(self, events: Iterator[Event]) -> None:
         """Send events, and end the response."""
         for name, data in events:
             text = data if isinstance(data, str) else json.dumps(data)
             head = f"event: {name}\n" if name else ""
-            await self._part(f"{head}data: {text}\n\n".encode(), more=True)
-        await self._part(b"", more=False)
+            await self.part(f"{head}data: {text}\n\n".encode())
+        await self.part(b"", more=False)
 
-    async def _part(self, part: bytes, *, more: bool) -> None:
-        if not self._streams:
-            self._streams = True
+    async def part(self, part: bytes, *, more: bool = True) -> None:
+        """Send a part of a stream, which begins with its first one."""
+        if not self.streams:
+            self.streams = True
             await self._write({"type": "http.response.start", "status": 200, "headers": [_STREAM]})
         await self._write({"type": "http.response.body", "body": part, "more_body": more})
 

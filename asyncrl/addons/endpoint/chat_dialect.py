@@ -10,7 +10,7 @@ from asyncrl.addons.endpoint.base import Call, Event, Json, Recall, Refused, now
 from asyncrl.addons.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant")
 DONE: Event = ("", "[DONE]")
 
 
@@ -29,42 +29,37 @@ class ChatDialect:
     )  # fmt: skip
 
     def read(self, body: Json, recall: Recall) -> Call:
-        """Return the call. Raises Refused."""
         has_form = (body.get("response_format") or {"type": "text"}) != {"type": "text"}
-        choice = body.get("tool_choice") or "auto"
-        is_forced = choice not in ("auto", "none")
-        tools = [
-            reading.function_tool(one.get("name"), one.get("description"), one.get("parameters"))
-            for one in (reading.object_of(tool, "function") for tool in reading.list_of(body, "tools"))
-        ]
-        return Call(
-            model=reading.model_of(body),
+        tools = [reading.object_of(tool, "function") for tool in reading.list_of(body, "tools")]
+        return reading.call_of(
+            body,
+            choice=body.get("tool_choice") or "auto",
+            form="response_format" if has_form else "",
             messages=reading.require_messages(
                 [_message(one, f"messages[{i}]") for i, one in enumerate(reading.list_of(body, "messages"))]
             ),
-            tools=tuple(tools),
-            calls_tools=choice != "none",
-            constraints=("response_format",) * has_form + ("tool_choice",) * is_forced,
+            tools=tuple(reading.function_tool(one) for one in tools),
             max_tokens=reading.limit_of(body, "max_tokens", "max_completion_tokens"),
             stop=reading.stops_of(body, "stop"),
             choices=reading.choices_of(body),
             logprobs=reading.flag(body, "logprobs"),
-            streams=reading.flag(body, "stream"),
             streams_usage=reading.flag(reading.object_of(body, "stream_options"), "include_usage"),
-            overridden=reading.overridden(body),
         )
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
         """Return the answer as a completion with one choice per answer."""
-        choices = [
-            {
+        choices: list[dict[str, Any]] = []
+        for index, answer in enumerate(answers):
+            message = {**answer.message, "content": answer.text or (None if answer.tool_calls else "")}
+            for one in message.get("tool_calls", ()):
+                one["function"]["arguments"] = arguments_text(one["function"]["arguments"])
+            choice = {
                 "index": index,
-                "message": _written(answer),
+                "message": message,
                 "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
                 "logprobs": {"content": token_logprobs(answer), "refusal": None} if call.logprobs else None,
             }
-            for index, answer in enumerate(answers)
-        ]
+            choices.append(choice)
         return _completion(call, answers, "chat.completion", f"chatcmpl-{number}", choices)
 
     def events(self, call: Call, answer: Json) -> Iterator[Event]:
@@ -92,7 +87,6 @@ class CompletionsDialect(ChatDialect):
     keys = reading.keys("prompt", "max_tokens", "n", "stop", "stream", "logprobs")
 
     def read(self, body: Json, recall: Recall) -> Call:
-        """Return the call. Raises Refused."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             (prompt,) = prompt
@@ -103,26 +97,32 @@ class CompletionsDialect(ChatDialect):
                 "the next prompt would continue only one of them; call once for each, or use chat completions"
             )
             raise wrong(f"`n` is {body['n']}, and plain text has one answer: {text}")
-        return Call(
-            model=reading.model_of(body),
+        return reading.call_of(
+            body,
             prompt=prompt,
             max_tokens=reading.limit_of(body, "max_tokens"),
             stop=reading.stops_of(body, "stop"),
             logprobs=str(body.get("logprobs")) not in ("None", "False"),
-            streams=reading.flag(body, "stream"),
             streams_usage=reading.flag(reading.object_of(body, "stream_options"), "include_usage"),
-            overridden=reading.overridden(body),
         )
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
         """Return the answer as a completion."""
         (one,) = answers  # `read` refuses to make more
-        choice = {
+        choice: dict[str, Any] = {
             "index": 0,
             "text": one.text,
             "finish_reason": one.finish_reason,
-            "logprobs": _text_logprobs(one) if call.logprobs else None,
+            "logprobs": None,
         }
+        if call.logprobs:
+            texts = [text for text, _ in one.logprobs()]
+            choice["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": [value for _, value in one.logprobs()],
+                "top_logprobs": None,
+                "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
+            }
         return _completion(call, answers, "text_completion", f"cmpl-{number}", [choice])
 
     def events(self, call: Call, answer: Json) -> Iterator[Event]:
@@ -143,16 +143,6 @@ def token_logprobs(answer: Answer) -> list[Json]:
     ]
 
 
-def _text_logprobs(answer: Answer) -> Json:
-    texts = [text for text, _ in answer.logprobs()]
-    return {
-        "tokens": texts,
-        "token_logprobs": [value for _, value in answer.logprobs()],
-        "top_logprobs": None,
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
-    }
-
-
 def _completion(
     call: Call, answers: Sequence[Answer], kind: str, number: str, choices: list[dict[str, Any]]
 ) -> Json:
@@ -163,16 +153,10 @@ def _completion(
 
 
 def _message(message: Json, where: str) -> Message:
-    role = message.get("role")
-    if role not in ROLES:
-        raise wrong(f"{where}: the role is {role!r:.40}; allowed are {', '.join(ROLES)}")
+    role = reading.role_of(message, where, *ROLES, "tool")
     if held := [name for name in ("audio", "function_call") if message.get(name)]:
         raise wrong(f"{where}: `{held[0]}` is not served; send text, and `tool_calls`")
-    read: dict[str, Any] = {
-        # Templates know no developers.
-        "role": "system" if role == "developer" else role,
-        "content": reading.text_in(message.get("content"), where),
-    }
+    read: dict[str, Any] = {"role": role, "content": reading.text_in(message.get("content"), where)}
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if isinstance(message.get(name), str):
             read[name] = message[name]
@@ -186,24 +170,6 @@ def _message(message: Json, where: str) -> Message:
             for one in calls
         ]
     return read
-
-
-def _written(answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": one.id,
-                "type": "function",
-                "function": {"name": one.name, "arguments": arguments_text(one.arguments)},
-            }
-            for one in answer.tool_calls
-        ]
-    elif message["content"] is None:
-        message["content"] = ""
-    return message
 
 
 def arguments_text(arguments: Any) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.addons.endpoint import reading
-from asyncrl.addons.endpoint.base import Call, Event, Json, Past, Recall, Refused
+from asyncrl.addons.endpoint.base import Call, Event, Json, Recall, Refused
 from asyncrl.addons.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
@@ -29,11 +29,14 @@ class MessagesDialect:
     )  # fmt: skip
 
     def read(self, body: Json, recall: Recall) -> Call:
-        """Return the call. Raises Refused."""
-        choice = reading.object_of(body, "tool_choice").get("type", "auto")
         has_form = body.get("output_format") or reading.object_of(body, "output_config").get("format")
-        past = _continued(body, recall)
-        tools = [_tool(one) for one in reading.list_of(body, "tools")]
+        thread = reading.object_of(body, "thread")
+        kind = thread.get("type", "create")
+        if kind not in ("create", "continue"):
+            raise wrong(f"`thread` is of type {kind!r:.40}; allowed are create and continue")
+        # The client sends only what is new behind the message that it continues.
+        past = recall(thread.get("previous_message_id", "")) if kind == "continue" else None
+        tools = reading.tools_of(body, ["custom", "", None], "input_schema")
         if past and (tools or body.get("system")):
             raise wrong(
                 "`thread` continues a conversation, which has its `system` and `tools`; leave them out"
@@ -43,17 +46,14 @@ class MessagesDialect:
         for index, message in enumerate(reading.list_of(body, "messages")):
             messages += _messages(message, f"messages[{index}]")
         before = (*past.call.messages, past.message) if past else ()
-        return Call(
-            model=reading.model_of(body),
+        return reading.call_of(
+            body,
+            choice=reading.object_of(body, "tool_choice").get("type", "auto"),
+            form="output_config" if has_form else "",
             messages=(*before, *reading.require_messages(messages)),
-            tools=past.call.tools if past else tuple(tools),
-            calls_tools=choice != "none",
-            constraints=("output_config",) * bool(has_form)
-            + ("tool_choice",) * (choice not in ("auto", "none")),
+            tools=past.call.tools if past else tools,
             max_tokens=reading.limit_of(body, "max_tokens"),
             stop=reading.stops_of(body, "stop_sequences"),
-            streams=reading.flag(body, "stream"),
-            overridden=reading.overridden(body),
         )
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
@@ -63,7 +63,13 @@ class MessagesDialect:
         if answer.text or not answer.tool_calls:
             content.append({"type": "text", "text": answer.text})
         content += [
-            {"type": "tool_use", "id": one.id, "name": one.name, "input": _input(one.arguments)}
+            {
+                "type": "tool_use",
+                "id": one.id,
+                "name": one.name,
+                # The model may have written something that is not an object; `_messages` takes it back.
+                "input": {UNPARSED: one.arguments} if isinstance(one.arguments, str) else one.arguments,
+            }
             for one in answer.tool_calls
         ]
         reason = _ENDS.get(answer.finish_reason, "max_tokens")
@@ -112,27 +118,9 @@ class MessagesDialect:
         return {"type": "error", "error": {"type": _ERRORS.get(refused.status, server), "message": text}}
 
 
-def _continued(body: Json, recall: Recall) -> Past | None:
-    """The call that a thread goes on from; the client sends only what is new."""
-    thread = reading.object_of(body, "thread")
-    kind = thread.get("type", "create")
-    if kind not in ("create", "continue"):
-        raise wrong(f"`thread` is of type {kind!r:.40}; allowed are create and continue")
-    return recall(thread.get("previous_message_id", "")) if kind == "continue" else None
-
-
-def _tool(tool: Json) -> Message:
-    """A tool of the agent; tools of Anthropic's servers bring no schema, and would not be run."""
-    if (kind := tool.get("type") or "custom") != "custom":
-        raise wrong(f"a tool is of type {kind!r:.40}; this endpoint serves tools with an `input_schema` only")
-    return reading.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-
-
 def _messages(message: Json, where: str) -> list[Message]:
     """The chat messages of one message: the results of tools are messages of their own, before its text."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise wrong(f"{where}: the role is {role!r:.40}; allowed are user, assistant and system")
+    role, content = reading.role_of(message, where, "user", "assistant", "system"), message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": reading.text_in(content, where)}]
     results: list[Message] = []
@@ -144,22 +132,13 @@ def _messages(message: Json, where: str) -> list[Message]:
             text = reading.text_in(block.get("content"), where)
             results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
         elif kind == "tool_use" and role == "assistant":
-            calls.append(
-                reading.function_call(block.get("id"), block.get("name"), _output(block.get("input")))
-            )
+            given = block.get("input")
+            if isinstance(given, dict) and given.keys() == {UNPARSED}:
+                given = given[UNPARSED]
+            calls.append(reading.function_call(block.get("id"), block.get("name"), given))
         elif kind not in ("thinking", "redacted_thinking"):
             parts.append(block)
     text = reading.text_in(parts, where)
     if calls:
         return [{"role": role, "content": text, "tool_calls": calls}]
     return [*results, {"role": role, "content": text}] if parts or not results else results
-
-
-def _input(arguments: Any) -> Json:
-    """The arguments of a call; the model may have written something that is not an object."""
-    return {UNPARSED: arguments} if isinstance(arguments, str) else arguments
-
-
-def _output(given: Any) -> Any:
-    """The arguments of which `_input` made `given`."""
-    return given[UNPARSED] if isinstance(given, dict) and given.keys() == {UNPARSED} else given

@@ -1,7 +1,6 @@
 """The episodes that agents may call, by their keys, and the calls in progress."""
 
 import asyncio
-import json
 import re
 import secrets
 from collections import Counter, OrderedDict, deque
@@ -27,8 +26,7 @@ HARMLESS = ("context_length_exceeded", "episode_over", "too_many_calls", "body_t
 class OpenEpisode:
     """One episode: its key, its talk, and what became of its calls."""
 
-    def __init__(self, talk: Talk, *, is_free: bool = False) -> None:
-        """Begin without a call. If the episode `is_free`, constraints have no effect."""
+    def __init__(self, talk: Talk) -> None:
         self.key = secrets.token_hex(16)
         self.calls = 0  # answers that the agent got
         self.spent = ""  # the budget that ended the episode: `turns`, `sequences` or `time`
@@ -40,7 +38,6 @@ class OpenEpisode:
         self.is_cut = False  # whether the run, and not the agent, cut off or refused the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
         self.mistake = ""  # the first call that asked for constraints: an agent may go on without them
-        self._is_free = is_free
         self._past: dict[str, Past] = {}  # by the number of the answer
         self._talk = talk
         # Calls by their digest, those first that were repeated least recently; and those refused as too many.
@@ -65,13 +62,11 @@ class OpenEpisode:
         finally:
             self._requests -= 1
 
-    def read(self, dialect: Dialect, body: bytes, path: str) -> Call:
-        """Return the call that a body is. Raises Refused."""
+    def read(self, dialect: Dialect, body: bytes, path: str, *, is_free: bool) -> Call:
+        """Return the call that a body is. Raises Refused, also for constraints unless it `is_free`."""
         try:
-            parsed = _parsed(body)
-            reading.require_known(parsed, dialect.keys)
-            call = dialect.read(parsed, self._recall)
-            if call.constraints and not self._is_free:
+            call = dialect.read(reading.body_of(body, dialect.keys), self._recall)
+            if call.constraints and not is_free:
                 raise reading.constrained(call.constraints)
         except Refused as refused:
             raise self.noted(refused) from None
@@ -213,15 +208,13 @@ class OpenEpisode:
 class OpenEpisodes:
     """All episodes of a generator by key."""
 
-    def __init__(self, *, is_free: bool = False) -> None:
-        """Begin without an episode. If they are free, constraints of sampling have no effect."""
-        self._is_free = is_free
+    def __init__(self) -> None:
         self._open: dict[str, OpenEpisode] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
 
     def open(self, talk: Talk) -> OpenEpisode:
         """Return a new episode, which is called with its key until it is closed."""
-        episode = OpenEpisode(talk, is_free=self._is_free)
+        episode = OpenEpisode(talk)
         self._open[episode.key] = episode
         return episode
 
@@ -267,14 +260,3 @@ async def _all(chats: Iterable[Coroutine[Any, Any, Answer]]) -> tuple[list[Answe
             task.cancel()
     answers = [one for one in found if isinstance(one, Answer)]
     return answers, next((one for one in found if isinstance(one, BudgetSpent)), None)
-
-
-def _parsed(body: bytes) -> Json:
-    """The call as JSON. It may have half of a surrogate pair, as the model's arguments may: see `Breaker`."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON that can be used: {error}", "invalid_request") from error
-    if not isinstance(value, dict):
-        raise Refused(400, "the body must be a JSON object", "invalid_request")
-    return value

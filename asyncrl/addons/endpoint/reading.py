@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.addons.endpoint.base import Json, Refused
+from asyncrl.addons.endpoint.base import Call, Json, Refused
 from asyncrl.environments.base import Message
 
 # Parameters of any dialect that would change the distribution which is sampled from.
@@ -34,13 +34,23 @@ def keys(*served: str) -> frozenset[str]:
     return frozenset((*served, "model", *SAMPLING, *_HARMLESS))
 
 
-def require_known(body: Json, known: frozenset[str]) -> None:
-    """Refuse any other parameter that is set: it may bring context that the model would not read."""
+def body_of(data: bytes, known: frozenset[str]) -> Json:
+    """Return a call as JSON. Any other parameter may bring context that the model would not read.
+
+    The call may have half of a surrogate pair, as the model's arguments may: see `Breaker`.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"the body is not JSON that can be used: {error}") from error
+    if not isinstance(body, dict):
+        raise wrong("the body must be a JSON object")
     if unknown := [name for name, value in body.items() if value and name not in known]:
         text = (
             f"{', '.join(f'`{name:.40}`' for name in unknown[:8])}: this endpoint does not know the parameter"
         )
         raise wrong(f"{text}, which may change what the model reads; leave it out", "unknown_parameter")
+    return body
 
 
 def constrained(names: Sequence[str]) -> Refused:
@@ -53,14 +63,28 @@ def constrained(names: Sequence[str]) -> Refused:
     return wrong(text, CONSTRAINED)
 
 
-def overridden(body: Json) -> tuple[str, ...]:
-    """Return the parameters that are set and have no effect."""
-    return tuple(name for name in SAMPLING if body.get(name) is not None)
+def call_of(body: Json, *, choice: Any = "auto", form: str = "", **fields: Any) -> Call:
+    """Return a call: its own `fields`, and what every dialect writes alike.
+
+    `choice` is the use of tools that is asked for, and `form` the parameter that asks for a form, if any.
+    """
+    is_forced = choice not in ("auto", "none")
+    return Call(
+        model=str(body.get("model") or "policy"),  # any is allowed, because there is one
+        calls_tools=choice != "none",
+        constraints=(form,) * bool(form) + ("tool_choice",) * is_forced,
+        streams=flag(body, "stream"),
+        overridden=tuple(name for name in SAMPLING if body.get(name) is not None),
+        **fields,
+    )
 
 
-def model_of(body: Json) -> str:
-    """Return the name of the model; any is allowed, because there is one."""
-    return str(body.get("model") or "policy")
+def role_of(message: Json, where: str, *allowed: str) -> str:
+    """Return the role of a message; templates know no developers."""
+    role = message.get("role")
+    if role not in allowed:
+        raise wrong(f"{where}: the role is {role!r:.40}; allowed are {', '.join(allowed)}")
+    return "system" if role == "developer" else str(role)
 
 
 def flag(body: Json, name: str) -> bool:
@@ -128,29 +152,36 @@ def text_in(content: Any, where: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise wrong(f"{where}: content is of type {type(content).__name__}; it must be text or text parts")
-    return "".join(_text_part(part, where) for part in content)
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise wrong(f"{where}: a content part is of type {kind!r:.40}; this model reads text only")
+    return "".join(part["text"] for part in content)
 
 
-def _text_part(part: Any, where: str) -> str:
-    if (
-        isinstance(part, dict)
-        and part.get("type", "text") in _TEXT_PARTS
-        and isinstance(part.get("text"), str)
-    ):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise wrong(f"{where}: a content part is of type {kind!r:.40}; this model reads text only")
-
-
-def function_tool(name: Any, description: Any, parameters: Any) -> Message:
-    """Return a tool in the form that chat templates take."""
+def function_tool(tool: Json, schema: str = "parameters") -> Message:
+    """Return a tool in the form that chat templates take; its `schema` has the parameters."""
+    name, parameters = tool.get("name"), tool.get(schema)
     if not isinstance(name, str) or not name:
         raise wrong("a tool has no name; each needs one, and JSON schema for its parameters")
     if not isinstance(parameters or {}, Mapping):
         raise wrong(f"tool {name}: the parameters must be a JSON schema")
-    function: dict[str, Any] = {"name": name, "description": str(description or "")}
-    function["parameters"] = dict(parameters or {"type": "object", "properties": {}})
+    function = {
+        "name": name,
+        "description": str(tool.get("description") or ""),
+        "parameters": dict(parameters or {"type": "object", "properties": {}}),
+    }
     return {"type": "function", "function": function}
+
+
+def tools_of(body: Json, kinds: Sequence[str | None], schema: str) -> tuple[Message, ...]:
+    """Return the tools. Those of other kinds run on the servers of the interface's maker, and not here."""
+    tools = list_of(body, "tools")
+    for tool in tools:
+        if (kind := tool.get("type")) not in kinds:
+            allowed = f"this endpoint serves {kinds[0]} tools with `{schema}` only"
+            raise wrong(f"a tool is of type {kind!r:.40}; {allowed}")
+    return tuple(function_tool(tool, schema) for tool in tools)
 
 
 def function_call(number: Any, name: Any, arguments: Any) -> Message:

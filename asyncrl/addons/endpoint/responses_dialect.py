@@ -1,6 +1,6 @@
 """OpenAI's Responses: its items are chat messages cut into pieces."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.addons.endpoint import reading
@@ -21,32 +21,26 @@ class ResponsesDialect:
     )  # fmt: skip
 
     def read(self, body: Json, recall: Recall) -> Call:
-        """Return the call. Raises Refused."""
         has_form = (reading.object_of(body, "text").get("format") or {"type": "text"}) != {"type": "text"}
-        choice = body.get("tool_choice") or "auto"
-        is_forced = choice not in ("auto", "none")
         before: Sequence[Message] = ()
         if previous := body.get("previous_response_id"):
             past = recall(previous)
             before = (*past.call.messages[past.call.openings :], past.message)
-        tools = [_tool(one) for one in reading.list_of(body, "tools")]
         given = body.get("input")
         items = (
             [{"role": "user", "content": given}] if isinstance(given, str) else reading.list_of(body, "input")
         )
         start = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
         new = reading.require_messages(_messages([*_resolved(items, recall)]))
-        return Call(
-            model=reading.model_of(body),
+        return reading.call_of(
+            body,
+            choice=body.get("tool_choice") or "auto",
+            form="text.format" if has_form else "",
             messages=(*_messages(start), *before, *new),
-            tools=tuple(tools),
+            tools=reading.tools_of(body, ["function"], "parameters"),
             openings=len(start),
-            calls_tools=choice != "none",
-            constraints=("text.format",) * has_form + ("tool_choice",) * is_forced,
             max_tokens=reading.limit_of(body, "max_output_tokens"),
             logprobs=isinstance(wanted := body.get("include"), list) and _LOGPROBS in wanted,
-            streams=reading.flag(body, "stream"),
-            overridden=reading.overridden(body),
         )
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
@@ -105,24 +99,12 @@ class ResponsesDialect:
             ("response.in_progress", {"response": begun}),
         ]
         for index, item in enumerate(answer["output"]):
-            place = {"output_index": index, "item_id": item["id"]}
-            parts = _text_events if item["type"] == "message" else _call_events
-            events += [
-                ("response.output_item.added", {"output_index": index, "item": _begun(item)}),
-                *((name, {**place, **data}) for name, data in parts(item)),
-                ("response.output_item.done", {"output_index": index, "item": item}),
-            ]
+            events += _item_events(item, {"output_index": index})
         events.append((f"response.{answer['status']}", {"response": answer}))
         for number, (name, data) in enumerate(events):
             yield name, {"type": name, "sequence_number": number, **data}
 
     error = staticmethod(openai_error)
-
-
-def _tool(tool: Json) -> Message:
-    if tool.get("type") != "function":
-        raise wrong(f"a tool is of type {tool.get('type')!r:.40}; this endpoint serves `function` only")
-    return reading.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
 def _resolved(items: Sequence[Json], recall: Recall) -> Iterator[Json]:
@@ -144,11 +126,8 @@ def _messages(items: Sequence[Json]) -> list[Message]:
     for index, item in enumerate(items):
         where, kind = f"input[{index}]", item.get("type", "message")
         if kind == "message":
-            role = item.get("role")
-            if role not in ROLES[:4]:
-                raise wrong(f"{where}: the role is {role!r:.40}; allowed are {', '.join(ROLES[:4])}")
-            content = reading.text_in(item.get("content"), where)
-            messages.append({"role": "system" if role == "developer" else role, "content": content})
+            role = reading.role_of(item, where, *ROLES)
+            messages.append({"role": role, "content": reading.text_in(item.get("content"), where)})
         elif kind == "function_call":
             call = reading.function_call(item.get("call_id"), item.get("name"), item.get("arguments"))
             if not messages or messages[-1]["role"] != "assistant":
@@ -164,21 +143,24 @@ def _messages(items: Sequence[Json]) -> list[Message]:
     return list(messages)
 
 
-def _begun(item: Json) -> Json:
-    empty: Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
-    return {**item, "status": "in_progress", **empty}
-
-
-def _text_events(item: Json) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    (part,) = item["content"]
-    place, text = {"content_index": 0}, part["text"]
-    yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-    if text:
-        yield "response.output_text.delta", {**place, "delta": text, "logprobs": part["logprobs"]}
-    yield "response.output_text.done", {**place, "text": text, "logprobs": part["logprobs"]}
-    yield "response.content_part.done", {**place, "part": part}
-
-
-def _call_events(item: Json) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
-    yield ("response.function_call_arguments.done", {"arguments": item["arguments"], "name": item["name"]})
+def _item_events(item: Json, place: Json) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of an item, which begins empty."""
+    is_text = item["type"] == "message"
+    empty: Json = {"content": []} if is_text else {"arguments": ""}
+    yield "response.output_item.added", {**place, "item": {**item, "status": "in_progress", **empty}}
+    inside = {**place, "item_id": item["id"]}
+    if is_text:
+        (part,) = item["content"]
+        inside["content_index"] = 0
+        text, logprobs = part["text"], {"logprobs": part["logprobs"]}
+        yield "response.content_part.added", {**inside, "part": {**part, "text": ""}}
+        if text:
+            yield "response.output_text.delta", {**inside, "delta": text, **logprobs}
+        yield "response.output_text.done", {**inside, "text": text, **logprobs}
+        yield "response.content_part.done", {**inside, "part": part}
+    else:
+        arguments = item["arguments"]
+        yield "response.function_call_arguments.delta", {**inside, "delta": arguments}
+        done = {**inside, "arguments": arguments, "name": item["name"]}
+        yield "response.function_call_arguments.done", done
+    yield "response.output_item.done", {**place, "item": item}
