@@ -16,15 +16,10 @@ from typing import Self
 
 from asyncrl.config.resolved import config_hash, host_digest
 from asyncrl.config.schema import Config
-from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused
+from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Sender
 from asyncrl.version import __version__
 
 MAX_MEMBERS = 1024
-
-
-def holder_name(generator_id: str, incarnation: str) -> str:
-    """The name of one incarnation on the wire and in the store's leases."""
-    return f"{generator_id}:{incarnation}"
 
 
 @dataclass(slots=True)
@@ -39,7 +34,7 @@ class Member:
 
     @property
     def holder(self) -> str:
-        return holder_name(self.hello.generator_id, self.hello.incarnation)
+        return self.hello.holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +47,6 @@ class Joined:
 @dataclass(frozen=True, slots=True)
 class AlreadyMember:
     """A member sent a hello again, after a lost connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """No answer yet; the newcomer repeats its hello."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +82,8 @@ class Membership:
         self._challenges: dict[str, tuple[str, float]] = {}  # generator id -> incarnation, since
         self.joined = self.left = self.died = 0
 
-    def hello(self, hello: Hello, now_s: float) -> Joined | AlreadyMember | Deferred | Refused:
-        """The decision on a hello that came at `now_s`."""
+    def hello(self, hello: Hello, now_s: float) -> Joined | AlreadyMember | Refused | None:
+        """The decision on a hello that came at `now_s`; None if there is none yet, and it is repeated."""
         if reason := self._objection(hello):
             return Refused(reason=reason)
         old = self.members.get(hello.generator_id)
@@ -105,9 +95,9 @@ class Membership:
         incarnation, since_s = self._challenges.get(hello.generator_id, ("", 0.0))
         if incarnation != hello.incarnation:
             self._challenges[hello.generator_id] = (hello.incarnation, now_s)
-            return Deferred()
+            return None
         if now_s - since_s < self._challenge_s:
-            return Deferred()
+            return None
         if old.heard_at_s > since_s + self._challenge_s / 3:
             del self._challenges[hello.generator_id]
             return Refused(
@@ -119,7 +109,7 @@ class Membership:
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> bool:
         """Update the member's state; False if the sender is not a member and must send a hello."""
-        member = self._find(beat.generator_id, beat.incarnation)
+        member = self._find(beat)
         if member is None:
             return False
         member.heard_at_s = now_s
@@ -128,7 +118,7 @@ class Membership:
 
     def leave(self, leave: Leave) -> None:
         """Remove the member, if it is one."""
-        if self._find(leave.generator_id, leave.incarnation) is not None:
+        if self._find(leave) is not None:
             self.left += 1
             del self.members[leave.generator_id]
 
@@ -198,6 +188,6 @@ class Membership:
         self.members[hello.generator_id] = Member(hello, now_s, version=hello.version)
         return Joined(replaced)
 
-    def _find(self, generator_id: str, incarnation: str) -> Member | None:
-        member = self.members.get(generator_id)
-        return member if member is not None and member.hello.incarnation == incarnation else None
+    def _find(self, sender: Sender) -> Member | None:
+        member = self.members.get(sender.generator_id)
+        return member if member is not None and member.holder == sender.holder else None

@@ -28,7 +28,7 @@ from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
 from asyncrl.control.curve import LearnerKeys
 from asyncrl.control.listening import listen
-from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity, holder_name
+from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity
 from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import Action, Begin, Release, UpdateSchedule
@@ -225,7 +225,7 @@ class ControlHub:
             return
         if not isinstance(message, Hello | Heartbeat | Leave):
             raise WireError(f"{sender} must not send the learner this message: {type(message).__name__}")
-        holder = holder_name(message.generator_id, message.incarnation)
+        holder = message.holder
         if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:
             raise WireError(
                 f"{sender} sent a message in the name of {holder}: identity and generator_id do not match"
@@ -244,7 +244,7 @@ class ControlHub:
             self._add(holder, now_s)
 
     def _welcome(self, peer: bytes, hello: Hello, now_s: float) -> None:
-        holder = holder_name(hello.generator_id, hello.incarnation)
+        holder = hello.holder
         if self._peers.holder(peer) is None and len(self._greeted) >= MAX_GREETED:
             raise WireError(
                 f"{MAX_GREETED} newcomers have not answered yet; {holder} must send another hello"
