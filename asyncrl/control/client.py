@@ -19,9 +19,8 @@ import zmq.asyncio
 
 from asyncrl.control import messages
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
-from asyncrl.control.curve import GeneratorKeys
-from asyncrl.control.listening import connect
 from asyncrl.control.messages import CODEC, FromGenerator, FromLearner, UnknownMember
+from asyncrl.control.sockets import GeneratorKeys, connect
 from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 

@@ -19,18 +19,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import zmq
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
-from asyncrl.control.curve import LearnerKeys
-from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity
 from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
+from asyncrl.control.sockets import LearnerKeys, listen
 from asyncrl.control.updates import Action, Begin, Release, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
 from asyncrl.files import socket_path
@@ -97,12 +95,7 @@ class ControlHub:
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._revoker = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-revoke")
-        self._context: zmq.Context[Any] = zmq.Context()
-        try:
-            self._router, self._authenticator = listen(self._context, endpoint, keys)
-        except ControlError:
-            self._context.term()
-            raise
+        self._router, self._close = listen(endpoint, keys)
         # The endpoint to which generators connect.
         self.endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._take_snapshot()
@@ -173,10 +166,7 @@ class ControlHub:
         finally:
             for holder in self._schedule.members:
                 self._publisher.release(holder)
-            self._router.close(linger=_FLUSH_MS)
-            if self._authenticator is not None:
-                self._authenticator.stop()
-            self._context.term()
+            self._close(_FLUSH_MS)
 
     def _round(self) -> None:
         self._wait()
