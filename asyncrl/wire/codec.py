@@ -50,6 +50,8 @@ _FIELDS = struct.Struct("<8sHHIQ")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 
+Arrays = dict[str, NDArray[Any]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -64,20 +66,16 @@ class Limits:
     binary_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """A checked frame. The arrays are read-only views into the received bytes."""
-
-    meta: dict[str, Any]
-    arrays: dict[str, NDArray[Any]]
-
-
-def encode_frame(
-    limits: Limits, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], *, key: bytes = b""
-) -> bytes:
+def encode_frame(limits: Limits, meta: Mapping[str, Any], arrays: Arrays, *, key: bytes = b"") -> bytes:
     """Return one frame. Raises WireError if the receiver would refuse it, or MessagePack cannot hold it."""
+    for name, array in arrays.items():
+        if array.dtype not in _NAMES or not _is_shape(array.shape):
+            raise WireError(
+                f"tensor {name} of dtype {array.dtype} and shape {array.shape}; allowed are "
+                f"{', '.join(DTYPES)} and 1 to {MOST_AXES} axes"
+            )
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
-    table = [_entry(name, array) for name, array in ordered]
+    table = [[name, _NAMES[array.dtype], *array.shape] for name, array in ordered]
     try:
         packed: bytes = msgpack.packb({**meta, "arrays": table})
     except (ValueError, TypeError, OverflowError) as error:  # for example, half of a surrogate pair
@@ -89,10 +87,13 @@ def encode_frame(
     return b"".join((fields, _checksum(key, fields, body, packed), body, packed))
 
 
-def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes | None = b"") -> Frame:
-    """The inverse of `encode_frame`. Raises WireError, or WireVersionError for a peer of another release.
+def decode_frame(
+    limits: Limits, data: bytes | bytearray, *, key: bytes | None = b""
+) -> tuple[dict[str, Any], Arrays]:
+    """The inverse of `encode_frame`: the meta, and the arrays as read-only views into the received bytes.
 
-    `key=None` skips the checksum, for bytes that have passed it before.
+    `key=None` skips the checksum, for bytes that have passed it before. Raises WireError, or WireVersionError
+    for a peer of another release.
     """
     body_bytes = _check_header(limits, data)
     view = memoryview(data)
@@ -104,7 +105,7 @@ def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes | None =
             "run's key"
         )
     meta = _unpack(limits, bytes(packed))
-    return Frame(meta=meta, arrays=_arrays(meta.pop("arrays", None), body))
+    return meta, _arrays(meta.pop("arrays", None), body)
 
 
 def _check_header(limits: Limits, data: bytes | bytearray) -> int:
@@ -176,11 +177,11 @@ def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
     return meta
 
 
-def _arrays(table: Any, body: memoryview) -> dict[str, NDArray[Any]]:
+def _arrays(table: Any, body: memoryview) -> Arrays:
     """Return views into `body`. Every size is checked before it is used."""
     if not isinstance(table, list):
         raise WireError(f"the table of tensors is a {type(table).__name__}; a list is needed")
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: Arrays = {}
     offset = 0
     for entry in table:
         match entry:
@@ -207,16 +208,6 @@ def _arrays(table: Any, body: memoryview) -> dict[str, NDArray[Any]]:
     if offset != len(body):
         raise WireError(f"the tensors fill {offset} of {len(body)} bytes")
     return arrays
-
-
-def _entry(name: str, array: NDArray[Any]) -> list[Any]:
-    """Return the entry in the table of tensors."""
-    if array.dtype not in _NAMES or not _is_shape(array.shape):
-        raise WireError(
-            f"tensor {name} of dtype {array.dtype} and shape {array.shape}; allowed are {', '.join(DTYPES)} "
-            f"and 1 to {MOST_AXES} axes"
-        )
-    return [name, _NAMES[array.dtype], *array.shape]
 
 
 def _is_shape(sizes: Sequence[Any]) -> bool:
@@ -258,7 +249,8 @@ class MessageCodec(Generic[Message]):
 
     def decode(self, data: bytes, key: bytes = b"") -> Message:
         """Return an instance of one of the types. Raises WireError."""
-        message: Message = self._message(decode_frame(MESSAGE_LIMITS, data, key=key).meta.get("message"))
+        meta, _ = decode_frame(MESSAGE_LIMITS, data, key=key)
+        message: Message = self._message(meta.get("message"))
         return message
 
     def _tagged(self, message: Any) -> dict[str, Any]:
