@@ -12,12 +12,8 @@ do not count: after a pause of the learner, it reads old messages of the dead pr
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
 
-from asyncrl.config.resolved import config_hash, host_digest
-from asyncrl.config.schema import Config
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Sender
-from asyncrl.version import __version__
 
 MAX_MEMBERS = 1024
 
@@ -58,17 +54,6 @@ class RunIdentity:
     host_digest: str = ""
     rows: str = ""
     code: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, config: Config, *, rows: str, code: tuple[str, ...]) -> Self:
-        """Return the identity of the learner with this config, its data and its files of user code."""
-        return cls(
-            release=__version__,
-            config_hash=config_hash(config),
-            host_digest=host_digest(config),
-            rows=rows,
-            code=code,
-        )
 
 
 class Membership:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import zmq
 
+from asyncrl.config.resolved import config_hash, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
@@ -34,6 +35,7 @@ from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
 from asyncrl.files import socket_path
 from asyncrl.hosting.placement import choose_transport
 from asyncrl.hosting.progress import Attention
+from asyncrl.version import __version__
 from asyncrl.weights.base import Publisher, UpdateReport
 
 log = logging.getLogger(__name__)
@@ -379,7 +381,13 @@ def open_hub(
         config.control.bind or f"ipc://{socket_path(place)}",
         publisher,
         config.control,
-        RunIdentity.of(config, rows=rows, code=code),
+        RunIdentity(
+            release=__version__,
+            config_hash=config_hash(config),
+            host_digest=host_digest(config),
+            rows=rows,
+            code=code,
+        ),
         transport=choose_transport(config.weights.transport, one_host=config.control.bind is None),
         deadline_s=config.weights.deadline_s,
         wire_key=wire_key,
