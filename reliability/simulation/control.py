@@ -294,13 +294,13 @@ class Hub(ControlHub):
 
     def _check_pins(self) -> None:
         """What nobody reads must not stay pinned, and what is read must."""
-        updating = {holder for holder, member in self._schedule.members.items() if member.target is not None}
+        updating = {holder for holder, member in self._schedule.members.items() if member.order is not None}
         pinned = self._orders.pinned.keys()
         require(pinned == updating, "other versions are pinned than are read", pinned, updating)
 
     def _check_weights(self, holder: str, truth: Weights) -> None:
         member = self._schedule.members[holder]
-        if member.target is None and (believed := member.version) >= 0:
+        if member.order is None and (believed := member.version) >= 0:
             # A history forgets what is old.
             name = self._learner.history.weights(believed) if believed else Weights(0)
             require(
