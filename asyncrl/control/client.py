@@ -50,8 +50,6 @@ class ControlClient:
         """Make a client that is not yet connected.
 
         Args:
-            endpoint: address at which the learner listens.
-            heartbeat_s: time between two heartbeats.
             timeout_s: bound on sending a report.
             join_s: bound on the wait for the first answer.
             wire_key: key of the messages' checksums.

@@ -43,14 +43,11 @@ class SlotPublisher:
         layout: layout of the parameters that every `publish` gets.
         device: "cpu" or "cuda", where versions are published. Parameters on a GPU may have their versions in
             memory of the host; then the training loop waits for a copy to the host.
-        probe_ids: the fixed token sequences of the probe.
-        initial_logprobs: their log-probabilities under the initial weights, in nats.
+        probe_ids, initial_logprobs, deadline_s, target: see `UpdateOrder`.
         directory: emptied and owned by this object, for the versions of the disk transport.
-        deadline_s: bound on one transfer.
         interface: address of this host for generators on other hosts, which fetch weights from a port of it;
             None if all are on this host.
         history: history of the weights that are published.
-        target: what a version replaces in an engine, see `UpdateOrder`.
     """
 
     def __init__(
@@ -262,16 +259,11 @@ class SlotPublisher:
     def _serve(self, host: str) -> SlotServer:
         return SlotServer(
             host,
-            self._file_of,
+            self._on_host.file_of,
             self._layout.total_bytes,
             deadline_s=self._template.deadline_s,
             start=partial(start, SENDS),
         )
-
-    def _file_of(self, stamp: int) -> int:
-        """The open file of the slot in host memory with this publication; -1 if there is none."""
-        with self._lock:
-            return self._on_host.file_of(stamp)
 
 
 def open_publisher(

@@ -162,7 +162,7 @@ class Slots:
         self.newest = published
 
     def file_of(self, stamp: int) -> int:
-        """The open file of the slot that holds this publication; -1 if none does."""
+        """The open file of the slot that holds this publication; -1 if none does. Any thread may ask."""
         return next((slot.file for slot in self._slots if slot.stamp == stamp > 0), -1)
 
     def close(self) -> None:
