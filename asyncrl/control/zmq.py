@@ -26,9 +26,8 @@ from asyncrl.config.resolved import config_hash, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
-from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity
+from asyncrl.control.membership import AlreadyMember, Joined, Membership, Peers, RunIdentity
 from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
-from asyncrl.control.peers import Peers
 from asyncrl.control.sockets import LearnerKeys, listen
 from asyncrl.control.updates import Action, Begin, Release, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control import zmq as hub_module
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
-from asyncrl.control.membership import MAX_MEMBERS, RunIdentity
+from asyncrl.control.membership import MAX_MEMBERS, Budget, RunIdentity
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember
-from asyncrl.control.peers import Budget
 from asyncrl.control.sockets import present_keys, set_options
 from asyncrl.control.zmq import MAX_GREETED, ControlHub
 from asyncrl.errors import ControlError
