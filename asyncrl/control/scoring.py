@@ -95,7 +95,6 @@ class ScorerService:
             raise
 
     async def close(self) -> None:
-        """Drop the calls."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait({self._reader})

@@ -166,7 +166,6 @@ class Slots:
         return next((slot.file for slot in self._slots if slot.stamp == stamp > 0), -1)
 
     def close(self) -> None:
-        """Release all slots."""
         for slot in self._slots:
             slot.close()
         self._slots.clear()

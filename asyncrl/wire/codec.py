@@ -14,6 +14,7 @@ The header has the version of the format, not the release. A learner can thus re
 of another release, and answers with both releases. After an upgrade, the groups in the store are still read.
 """
 
+import contextlib
 import hashlib
 import hmac
 import math
@@ -211,10 +212,9 @@ def _arrays(table: Any, body: memoryview) -> Arrays:
 
 
 def _is_shape(sizes: Sequence[Any]) -> bool:
-    for size in sizes:
-        if type(size) is not int or not 0 <= size <= MOST_SIZE:
-            return False
-    return 1 <= len(sizes) <= MOST_AXES
+    return 1 <= len(sizes) <= MOST_AXES and all(
+        type(size) is int and 0 <= size <= MOST_SIZE for size in sizes
+    )
 
 
 Message = TypeVar("Message")
@@ -309,21 +309,13 @@ class MessageCodec(Generic[Message]):
             return lifted if type(lifted) is hint else self._refuse(value, hint, where)
         origin, arguments = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
-            return self._first(value, arguments, hint, where)
-        if origin is tuple and isinstance(value, list):
-            return tuple(self._lift(item, arguments[0], where) for item in value)
-        if origin is list and isinstance(value, list):
-            return [self._lift(item, arguments[0], where) for item in value]
+            for candidate in arguments:
+                with contextlib.suppress(WireError):
+                    return self._lift(value, candidate, where)
+        if origin in (tuple, list) and isinstance(value, list):
+            return origin(self._lift(item, arguments[0], where) for item in value)
         if origin in (dict, Mapping) and isinstance(value, dict):
             return {self._lift(k, str, where): self._lift(v, arguments[1], where) for k, v in value.items()}
-        return self._refuse(value, hint, where)
-
-    def _first(self, value: Any, hints: tuple[Any, ...], hint: Any, where: str) -> Any:
-        for candidate in hints:
-            try:
-                return self._lift(value, candidate, where)
-            except WireError:
-                continue
         return self._refuse(value, hint, where)
 
     def _plain(self, value: Any, where: str, depth: int = 0) -> Any:
