@@ -19,7 +19,6 @@ from asyncrl.adoption import Adoption
 from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.buffer.base import GeneratorBuffer, PutOutcome
 from asyncrl.control.base import GeneratorControl, Hello
-from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.duty import Duty
 from asyncrl.engine.sampler import GroupSampler
@@ -111,7 +110,7 @@ class Generator:
 
     async def run(self, hello: Hello) -> None:
         """Generate until the run is over. Raises EngineError, StoreError and ControlError."""
-        self._id, self._holder = hello.generator_id, holder_name(hello.generator_id, hello.incarnation)
+        self._id, self._holder = hello.generator_id, hello.holder
         await self.control.join(hello)
         begin("generate")
         try:

@@ -35,12 +35,26 @@ def _check_texts(*texts: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """generator -> learner: a request to join."""
+class Sender:
+    """One incarnation of a generator."""
 
     generator_id: str
     # Random per process: a restarted generator is a new member.
     incarnation: str
+
+    def __post_init__(self) -> None:
+        check_names(self.generator_id, self.incarnation)
+
+    @property
+    def holder(self) -> str:
+        """The name of the incarnation in the store's leases."""
+        return f"{self.generator_id}:{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Sender):
+    """generator -> learner: a request to join."""
+
     release: str
     config_hash: str
     # Version of the weights that the generator loaded from disk; 0 for the initial model.
@@ -57,7 +71,7 @@ class Hello:
     code: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_names(self.generator_id, self.incarnation)
+        Sender.__post_init__(self)
         _check_texts(self.release, self.config_hash, self.host, self.host_digest, self.rows, *self.transports)
         _check_texts(*self.code)
         if len(self.transports) > _MOST_ENTRIES:
@@ -65,11 +79,9 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
+class Heartbeat(Sender):
     """generator -> learner: the generator is alive and makes progress."""
 
-    generator_id: str
-    incarnation: str
     version: int
     # One of `STATES`.
     state: str
@@ -77,7 +89,7 @@ class Heartbeat:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_names(self.generator_id, self.incarnation)
+        Sender.__post_init__(self)
         if self.state not in STATES:
             raise ValueError(f"the state is {self.state[:40]!r}; known are {', '.join(STATES)}")
         if len(self.metrics) > _MOST_ENTRIES:
@@ -86,14 +98,8 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class Leave(Sender):
     """generator -> learner: the generator leaves the run."""
-
-    generator_id: str
-    incarnation: str
-
-    def __post_init__(self) -> None:
-        check_names(self.generator_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,8 @@ import zmq.asyncio
 
 from asyncrl.control import messages
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
-from asyncrl.control.curve import GeneratorKeys
-from asyncrl.control.listening import connect
 from asyncrl.control.messages import CODEC, FromGenerator, FromLearner, UnknownMember
+from asyncrl.control.sockets import GeneratorKeys, connect
 from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
@@ -51,8 +50,6 @@ class ControlClient:
         """Make a client that is not yet connected.
 
         Args:
-            endpoint: address at which the learner listens.
-            heartbeat_s: time between two heartbeats.
             timeout_s: bound on sending a report.
             join_s: bound on the wait for the first answer.
             wire_key: key of the messages' checksums.

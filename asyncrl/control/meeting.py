@@ -24,10 +24,9 @@ import zmq
 
 from asyncrl.config.addresses import host_of
 from asyncrl.control.base import Refused
-from asyncrl.control.curve import GeneratorKeys, LearnerKeys
-from asyncrl.control.listening import connect, listen
-from asyncrl.control.messages import MAX_REPORT_BYTES, Rejections
-from asyncrl.errors import ControlError, RunError, WireError
+from asyncrl.control.messages import Rejections
+from asyncrl.control.sockets import MAX_REPORT_BYTES, GeneratorKeys, LearnerKeys, connect, listen
+from asyncrl.errors import RunError, WireError
 from asyncrl.files import with_cure
 from asyncrl.hosting.progress import Attention, beat, begin
 from asyncrl.hosting.rank_group import free_port
@@ -113,12 +112,7 @@ class LeadHost(contextlib.AbstractContextManager["LeadHost"]):
         self._has_met, self._over, self._status = False, "", OVER
         self._said: Message = Beat()  # to all hosts, and again whenever they speak
         self._attention, self._rejections = Attention(), Rejections()
-        self._context: zmq.Context[Any] = zmq.Context()
-        try:
-            self._router, self._authenticator = listen(self._context, terms.endpoint, keys)
-        except ControlError:
-            self._context.term()
-            raise
+        self._router, self._close = listen(terms.endpoint, keys)
 
     def meet(self) -> int:
         """Wait until all hosts are there, and let all begin. Raises RunError after `pending_s`."""
@@ -233,10 +227,7 @@ class LeadHost(contextlib.AbstractContextManager["LeadHost"]):
         ):
             time.sleep(_PAUSE_S)
             self._read()
-        self._router.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.term()
+        self._close(0)
 
 
 class FollowerHost(contextlib.AbstractContextManager["FollowerHost"]):

@@ -8,23 +8,19 @@
 A restarted generator has a new incarnation. It replaces the old one, which counts as dead, if the old one
 stays silent for `challenge_s` after the first hello of the new one. Messages in the first third of that time
 do not count: after a pause of the learner, it reads old messages of the dead process among the new hellos.
+
+A generator draws its connection's identity at random and sends it to the learner only. Names of members are
+in leases and not secret, so a member's messages are accepted only over the connection it joined on.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
 
-from asyncrl.config.resolved import config_hash, host_digest
-from asyncrl.config.schema import Config
-from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused
-from asyncrl.version import __version__
+from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Sender
 
 MAX_MEMBERS = 1024
-
-
-def holder_name(generator_id: str, incarnation: str) -> str:
-    """The name of one incarnation on the wire and in the store's leases."""
-    return f"{generator_id}:{incarnation}"
+# Limit on messages of all non-members together: a thousand generators may call within a second of a restart.
+_STRANGERS_RATE_S, _STRANGERS_BURST = 1000.0, 2000.0
 
 
 @dataclass(slots=True)
@@ -39,7 +35,7 @@ class Member:
 
     @property
     def holder(self) -> str:
-        return holder_name(self.hello.generator_id, self.hello.incarnation)
+        return self.hello.holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +50,6 @@ class AlreadyMember:
     """A member sent a hello again, after a lost connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """No answer yet; the newcomer repeats its hello."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
     """What a generator's `Hello` must have in common with the learner; see there."""
@@ -68,17 +59,6 @@ class RunIdentity:
     host_digest: str = ""
     rows: str = ""
     code: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, config: Config, *, rows: str, code: tuple[str, ...]) -> Self:
-        """Return the identity of the learner with this config, its data and its files of user code."""
-        return cls(
-            release=__version__,
-            config_hash=config_hash(config),
-            host_digest=host_digest(config),
-            rows=rows,
-            code=code,
-        )
 
 
 class Membership:
@@ -92,8 +72,8 @@ class Membership:
         self._challenges: dict[str, tuple[str, float]] = {}  # generator id -> incarnation, since
         self.joined = self.left = self.died = 0
 
-    def hello(self, hello: Hello, now_s: float) -> Joined | AlreadyMember | Deferred | Refused:
-        """The decision on a hello that came at `now_s`."""
+    def hello(self, hello: Hello, now_s: float) -> Joined | AlreadyMember | Refused | None:
+        """The decision on a hello that came at `now_s`; None if there is none yet, and it is repeated."""
         if reason := self._objection(hello):
             return Refused(reason=reason)
         old = self.members.get(hello.generator_id)
@@ -105,9 +85,9 @@ class Membership:
         incarnation, since_s = self._challenges.get(hello.generator_id, ("", 0.0))
         if incarnation != hello.incarnation:
             self._challenges[hello.generator_id] = (hello.incarnation, now_s)
-            return Deferred()
+            return None
         if now_s - since_s < self._challenge_s:
-            return Deferred()
+            return None
         if old.heard_at_s > since_s + self._challenge_s / 3:
             del self._challenges[hello.generator_id]
             return Refused(
@@ -119,7 +99,7 @@ class Membership:
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> bool:
         """Update the member's state; False if the sender is not a member and must send a hello."""
-        member = self._find(beat.generator_id, beat.incarnation)
+        member = self._find(beat)
         if member is None:
             return False
         member.heard_at_s = now_s
@@ -128,7 +108,7 @@ class Membership:
 
     def leave(self, leave: Leave) -> None:
         """Remove the member, if it is one."""
-        if self._find(leave.generator_id, leave.incarnation) is not None:
+        if self._find(leave) is not None:
             self.left += 1
             del self.members[leave.generator_id]
 
@@ -198,6 +178,59 @@ class Membership:
         self.members[hello.generator_id] = Member(hello, now_s, version=hello.version)
         return Joined(replaced)
 
-    def _find(self, generator_id: str, incarnation: str) -> Member | None:
-        member = self.members.get(generator_id)
-        return member if member is not None and member.hello.incarnation == incarnation else None
+    def _find(self, sender: Sender) -> Member | None:
+        member = self.members.get(sender.generator_id)
+        return member if member is not None and member.holder == sender.holder else None
+
+
+@dataclass(slots=True)
+class Budget:
+    """A token bucket: `rate_s` messages per second, `burst` of them without a pause."""
+
+    rate_s: float
+    burst: float
+    left: float
+    at_s: float = 0.0
+
+    def spend(self, now_s: float) -> bool:
+        """Take one message from the budget; False if it is used up."""
+        self.left = min(self.burst, self.left + self.rate_s * max(now_s - self.at_s, 0.0))
+        self.at_s = now_s
+        if self.left < 1.0:
+            return False
+        self.left -= 1.0
+        return True
+
+
+class Peers:
+    """Members by connection, and connections by member."""
+
+    def __init__(self, *, heartbeat_s: float) -> None:
+        """Members get ten times the message rate that they need."""
+        self._rate_s = 10.0 + 10.0 / heartbeat_s
+        self._holders: dict[bytes, str] = {}
+        self._peers: dict[str, bytes] = {}
+        self._budgets: dict[bytes, Budget] = {}
+        self._strangers = Budget(_STRANGERS_RATE_S, _STRANGERS_BURST, _STRANGERS_BURST)
+
+    def admit(self, peer: bytes, now_s: float) -> bool:
+        """Whether to read another message of this connection; all non-members share one budget."""
+        return self._budgets.get(peer, self._strangers).spend(now_s)
+
+    def bind(self, peer: bytes, holder: str, now_s: float) -> None:
+        """Record that `holder` has joined over this connection."""
+        self._holders[peer], self._peers[holder] = holder, peer
+        self._budgets[peer] = Budget(self._rate_s, 5 * self._rate_s, 5 * self._rate_s, now_s)
+
+    def release(self, holder: str) -> None:
+        """Forget the connection of a former member."""
+        if (peer := self._peers.pop(holder, None)) is not None:
+            del self._holders[peer], self._budgets[peer]
+
+    def holder(self, peer: bytes) -> str | None:
+        """The member that this connection belongs to."""
+        return self._holders.get(peer)
+
+    def peer(self, holder: str) -> bytes | None:
+        """The connection of a member."""
+        return self._peers.get(holder)

@@ -1,11 +1,9 @@
-"""The control plane's wire format, the options of its sockets, and the log of rejected messages."""
+"""The control plane's wire format, and the log of rejected messages."""
 
 import logging
 import time
 from dataclasses import dataclass
 from typing import get_args
-
-import zmq
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError
@@ -26,12 +24,8 @@ CODEC: MessageCodec[FromGenerator | FromLearner] = MessageCodec(get_args(FromGen
 
 # Largest message that a generator accepts: orders carry the layout of the model, about 75 bytes per tensor.
 MAX_ORDER_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes
-# Largest message that the learner accepts; generators send a few KiB.
-MAX_REPORT_BYTES = 1 << 15
 # A report's reason is cut off here before it is sent.
 MAX_REASON_CHARACTERS = 4000
-_QUEUED_MESSAGES = 64
-_HANDSHAKE_MS = 5_000
 _LOG_EVERY_S = 1.0
 
 
@@ -53,15 +47,3 @@ class Rejections:
             exc_info=None if isinstance(error, WireError | TypeError) else error,
         )
         self._logged, self._logged_at_s = self.count, time.monotonic()
-
-
-def set_options(socket: "zmq.Socket[bytes]", *, max_bytes: int) -> None:
-    """Options of both ends: no queue for a dead peer, no message above `max_bytes`, no blocking close."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)  # closes a connection that never sends anything
-    # Drops the connection of a stopped peer, so that sending to it fails instead of queueing.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)

@@ -17,8 +17,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from asyncrl.control.listening import listen
-from asyncrl.control.messages import set_options
+from asyncrl.control.sockets import listen, set_options
 from asyncrl.errors import EngineError
 from asyncrl.files import socket_path
 from asyncrl.rewards.base import Question, RewardInput, Unanswered, number
@@ -96,7 +95,6 @@ class ScorerService:
             raise
 
     async def close(self) -> None:
-        """Drop the calls."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait({self._reader})
@@ -138,8 +136,8 @@ class ScorerService:
 
 async def serve_scores(endpoint: str, score: Score) -> None:
     """Answer calls until cancelled. Raises ControlError for an endpoint that cannot be used."""
-    context: Any = zmq.asyncio.Context()
-    router: Any = listen(context, endpoint, None, max_bytes=MAX_CALL_BYTES)[0]
+    listening: Any = listen(endpoint, None, max_bytes=MAX_CALL_BYTES, kind=zmq.asyncio.Context)
+    router, close = listening
 
     async def answer(peer: bytes, number: bytes, data: bytes) -> None:
         try:
@@ -159,4 +157,4 @@ async def serve_scores(endpoint: str, score: Score) -> None:
             while True:
                 tasks.create_task(answer(*await router.recv_multipart()))
     finally:
-        context.destroy(linger=0)
+        close(0)

@@ -52,13 +52,10 @@ class _Member:
     alternative: str
     # The version that the generator has reported as applied; -1 if unknown, so that any version is newer.
     version: int = _UNKNOWN
-    # What it is being updated to; None if it is idle.
-    target: Weights | None = None
+    # The order on which it has not reported; None if it is idle.
+    order: UpdateOrder | None = None
     # End of the update, or of the back-off.
     until_s: float = 0.0
-    # Transport of that update, and its order.
-    over: str = ""
-    order: UpdateOrder | None = None
     # Failed updates in a row.
     failures: int = 0
     # Updates that the alternative brings in a row this time, and how many of them are left.
@@ -74,9 +71,9 @@ class _Member:
         on_detour = tried % 2 == 0 if tried >= 0 else self.detour_left > 0
         return self.alternative if on_detour else self.transport
 
-    def arrived(self) -> None:
-        """Count an update that was applied."""
-        if self.over == self.transport:
+    def arrived(self, over: str) -> None:
+        """Count an update that was applied, and the transport that brought it."""
+        if over == self.transport:
             self.detour = self.detour_left = 0
         elif self.detour_left:
             self.detour_left -= 1
@@ -133,18 +130,17 @@ class UpdateSchedule:
     def ordered(self, holder: str, order: UpdateOrder, now_s: float) -> None:
         """An order, whose version may be newer than the announced one, is on its way."""
         member = self.members[holder]
-        member.target, member.until_s, member.over = order.weights, now_s + self.deadline_s, order.transport
-        member.order = order
+        member.order, member.until_s = order, now_s + self.deadline_s
 
     def outstanding(self, holder: str) -> UpdateOrder | None:
         """Return the order on which the holder has not reported, if there is one."""
         member = self.members.get(holder)
-        return member.order if member is not None and member.target is not None else None
+        return member.order if member is not None else None
 
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
         """The generator's report; one that is not on the current update is late and ignored."""
-        member = self.members.get(holder)
-        if member is None or Weights(report.version, report.lineage) != member.target:
+        member, order = self.members.get(holder), self.outstanding(holder)
+        if not (member and order) or Weights(report.version, report.lineage) != order.weights:
             return []
         if report.probe_limit > 0:  # otherwise the weights did not arrive
             self.measured |= {name: getattr(report, name) for name in PROBE_FIELDS}
@@ -153,9 +149,9 @@ class UpdateSchedule:
             return self.fail(holder, now_s)
         self.updates += 1
         self.measured |= {name: getattr(report, name) for name in UPDATE_FIELDS}
-        member.arrived()
+        member.arrived(order.transport)
         member.refused = 0
-        member.target, member.version, member.until_s = None, report.version, now_s
+        member.order, member.version, member.until_s = None, report.version, now_s
         return [Release(holder), *self._begin(holder, now_s)]
 
     @property
@@ -171,7 +167,7 @@ class UpdateSchedule:
 
     def tick(self, now_s: float) -> list[Action]:
         """Apply the deadlines and back-offs that have passed by `now_s`."""
-        late = [h for h, m in self.members.items() if m.target is not None and now_s > m.until_s]
+        late = [h for h, m in self.members.items() if m.order is not None and now_s > m.until_s]
         actions = [action for holder in late for action in self.fail(holder, now_s)]
         return actions + self._begin_all(now_s)
 
@@ -180,7 +176,7 @@ class UpdateSchedule:
 
     def _begin(self, holder: str, now_s: float) -> list[Action]:
         member = self.members[holder]
-        if member.target is not None or now_s < member.until_s or member.version >= self.newest:
+        if member.order is not None or now_s < member.until_s or member.version >= self.newest:
             return []
         return [Begin(holder, member.next_transport)]
 
@@ -190,7 +186,7 @@ class UpdateSchedule:
         member.failures += 1
         member.until_s = now_s + _BACKOFF.pause_s(member.failures)
         self.failed += 1
-        if member.target is not None:
+        if member.order is not None:
             member.version = _UNKNOWN  # the engine may have a mixture of two versions
-            member.target = None
+            member.order = None
         return [Release(holder)]

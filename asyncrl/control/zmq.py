@@ -19,23 +19,22 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import zmq
 
+from asyncrl.config.resolved import config_hash, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
-from asyncrl.control.curve import LearnerKeys
-from asyncrl.control.listening import listen
-from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity, holder_name
+from asyncrl.control.membership import AlreadyMember, Joined, Membership, Peers, RunIdentity
 from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
-from asyncrl.control.peers import Peers
+from asyncrl.control.sockets import LearnerKeys, listen
 from asyncrl.control.updates import Action, Begin, Release, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
 from asyncrl.files import socket_path
 from asyncrl.hosting.placement import choose_transport
 from asyncrl.hosting.progress import Attention
+from asyncrl.version import __version__
 from asyncrl.weights.base import Publisher, UpdateReport
 
 log = logging.getLogger(__name__)
@@ -97,12 +96,7 @@ class ControlHub:
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._revoker = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-revoke")
-        self._context: zmq.Context[Any] = zmq.Context()
-        try:
-            self._router, self._authenticator = listen(self._context, endpoint, keys)
-        except ControlError:
-            self._context.term()
-            raise
+        self._router, self._close = listen(endpoint, keys)
         # The endpoint to which generators connect.
         self.endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._take_snapshot()
@@ -173,10 +167,7 @@ class ControlHub:
         finally:
             for holder in self._schedule.members:
                 self._publisher.release(holder)
-            self._router.close(linger=_FLUSH_MS)
-            if self._authenticator is not None:
-                self._authenticator.stop()
-            self._context.term()
+            self._close(_FLUSH_MS)
 
     def _round(self) -> None:
         self._wait()
@@ -225,7 +216,7 @@ class ControlHub:
             return
         if not isinstance(message, Hello | Heartbeat | Leave):
             raise WireError(f"{sender} must not send the learner this message: {type(message).__name__}")
-        holder = holder_name(message.generator_id, message.incarnation)
+        holder = message.holder
         if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:
             raise WireError(
                 f"{sender} sent a message in the name of {holder}: identity and generator_id do not match"
@@ -244,7 +235,7 @@ class ControlHub:
             self._add(holder, now_s)
 
     def _welcome(self, peer: bytes, hello: Hello, now_s: float) -> None:
-        holder = holder_name(hello.generator_id, hello.incarnation)
+        holder = hello.holder
         if self._peers.holder(peer) is None and len(self._greeted) >= MAX_GREETED:
             raise WireError(
                 f"{MAX_GREETED} newcomers have not answered yet; {holder} must send another hello"
@@ -389,7 +380,13 @@ def open_hub(
         config.control.bind or f"ipc://{socket_path(place)}",
         publisher,
         config.control,
-        RunIdentity.of(config, rows=rows, code=code),
+        RunIdentity(
+            release=__version__,
+            config_hash=config_hash(config),
+            host_digest=host_digest(config),
+            rows=rows,
+            code=code,
+        ),
         transport=choose_transport(config.weights.transport, one_host=config.control.bind is None),
         deadline_s=config.weights.deadline_s,
         wire_key=wire_key,

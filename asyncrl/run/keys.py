@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.buffer.users import GENERATOR, user_of
 from asyncrl.config.store import StoreConfig
-from asyncrl.control.curve import GeneratorKeys, LearnerKeys, public_key
+from asyncrl.control.sockets import GeneratorKeys, LearnerKeys, public_key
 from asyncrl.errors import RunError, RunNotUp
 
 # Holds the content of run.key in the learner's processes, and that of join.key in generators.

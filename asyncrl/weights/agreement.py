@@ -137,7 +137,14 @@ class Agreement:
         measured = dict(zip(PROBE_FIELDS, (min(LARGEST_DIFFERENCE, each) for each in values), strict=True))
         plausible = _plausible(self.limit, self._explained)
         if not self.floor.within(plausible):
-            raise ProbeRefused(self._floor_refused(plausible), measured)
+            raise ProbeRefused(
+                f"before the first update, the probe differed from the learner's by {self.floor}, though the "
+                f"learner agrees with transformers; rounding of {self._rounding} explains "
+                f"{plausible.mean:g} and {plausible.max:g} (or weights.probe_limit): the engine has loaded "
+                f"another model.path, or computes it differently ({self._causes}): "
+                f"{self._remedy(self.floor)}",
+                measured,
+            )
         if not found.within(allowed):
             moved = Difference.between(order.probe_logprobs, order.initial_logprobs)
             raise ProbeRefused(self._update_refused(found, allowed, moved), measured)
@@ -152,16 +159,6 @@ class Agreement:
     def _rounding(self) -> str:
         """What rounds, for a message."""
         return f"{self.dtype} with {self.quantisation}" if self.quantisation else self.dtype
-
-    def _floor_refused(self, plausible: Difference) -> str:
-        assert self.floor is not None
-        return (
-            f"before the first update, the probe differed from the learner's by {self.floor}, though the "
-            f"learner agrees with transformers; rounding of "
-            f"{self._rounding} explains {plausible.mean:g} and {plausible.max:g} (or weights.probe_limit): "
-            f"the engine has loaded another model.path, or computes it differently ({self._causes}): "
-            f"{self._remedy(self.floor)}"
-        )
 
     def _update_refused(self, found: Difference, allowed: Difference, moved: Difference) -> str:
         differs = (

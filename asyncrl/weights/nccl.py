@@ -62,7 +62,6 @@ class NcclFetcher:
     """One generator's process that receives. It starts with a fetch, and ends with a failure or `close`."""
 
     def __init__(self) -> None:
-        """Nothing is started yet."""
         self._worker: Worker | None = None
         self._learner: tuple[Any, ...] = ()
         self._starting_until_s = 0.0
@@ -113,7 +112,6 @@ class NcclFetcher:
             raise TransferError(f"weights over nccl: {reason}; the next order brings them again")
 
     def close(self) -> None:
-        """End the process."""
         if self._worker:
             self._worker.end()
             self._worker = None

@@ -43,14 +43,11 @@ class SlotPublisher:
         layout: layout of the parameters that every `publish` gets.
         device: "cpu" or "cuda", where versions are published. Parameters on a GPU may have their versions in
             memory of the host; then the training loop waits for a copy to the host.
-        probe_ids: the fixed token sequences of the probe.
-        initial_logprobs: their log-probabilities under the initial weights, in nats.
+        probe_ids, initial_logprobs, deadline_s, target: see `UpdateOrder`.
         directory: emptied and owned by this object, for the versions of the disk transport.
-        deadline_s: bound on one transfer.
         interface: address of this host for generators on other hosts, which fetch weights from a port of it;
             None if all are on this host.
         history: history of the weights that are published.
-        target: what a version replaces in an engine, see `UpdateOrder`.
     """
 
     def __init__(
@@ -127,7 +124,20 @@ class SlotPublisher:
         with self._lock:
             slot = self._slots.begin()
         slot.prepare()
-        self._fill(slot, tensors)
+        missing = dict(self._index)
+        for name, tensor in tensors:
+            index = missing.pop(name, None)
+            if index is None or tuple(tensor.shape) != self._layout.specs[index].shape:
+                raise TransferError(
+                    f"publish: tensor {name!r} {list(tensor.shape)} is unknown, repeated or of another "
+                    "shape than the layout's"
+                )
+            self._layout.view(slot.buffer, index).copy_(tensor)
+        if missing:
+            raise TransferError(
+                f"publish: {len(missing)} of {len(self._index)} tensors are missing, first "
+                f"{next(iter(missing))!r}"
+            )
         copied = None
         if slot.buffer.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -145,7 +155,21 @@ class SlotPublisher:
     def order(self, reader: str, transport: str) -> UpdateOrder | None:
         waits_for = self._unpin(reader)
         found = self._readers[reader] = self._take(transport, waits_for)
-        return None if isinstance(found, int) else self._order(reader, found, transport)
+        if isinstance(found, int):
+            return None
+        slot = found.slot.describe()
+        if transport not in ("tcp", "nccl"):
+            return found.order(transport, slot=slot)
+        if self._server is None:
+            if transport == "tcp":
+                raise OSError("the learner listens on no address; set control.bind")
+            self._server = self._serve(_LOOPBACK)
+        source = self._server.source(found.stamp)
+        if transport == "nccl":
+            source["slot"] = slot
+            self._over_nccl.add(reader.partition(":")[0])
+            self._server.most_handed = len(self._over_nccl)
+        return found.order(transport, source=source)
 
     def release(self, reader: str) -> None:
         self._unpin(reader)
@@ -161,22 +185,6 @@ class SlotPublisher:
         for slots in set(self._places.values()):
             slots.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _fill(self, slot: Slot, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        copied: set[int] = set()
-        for name, tensor in tensors:
-            index = self._index.get(name)
-            if index is None or index in copied or tuple(tensor.shape) != self._layout.specs[index].shape:
-                raise TransferError(
-                    f"publish: tensor {name!r} {list(tensor.shape)} is unknown, repeated or of another "
-                    "shape than the layout's"
-                )
-            self._layout.view(slot.buffer, index).copy_(tensor)
-            copied.add(index)
-        if missing := [spec.name for index, spec in enumerate(self._layout.specs) if index not in copied]:
-            raise TransferError(
-                f"publish: {len(missing)} of {len(self._index)} tensors are missing, first {missing[0]!r}"
-            )
 
     def _finish(self, slot: Slot, order: UpdateOrder, copied: torch.cuda.Event | None) -> int:
         """Make the copied version the newest one; runs in the publisher's thread."""
@@ -248,35 +256,14 @@ class SlotPublisher:
             held.unpin()
         return -1
 
-    def _order(self, reader: str, published: Published, transport: str) -> UpdateOrder:
-        """The order over `transport`. Raises OSError."""
-        slot = published.slot.describe()
-        if transport not in ("tcp", "nccl"):
-            return published.order(transport, slot=slot)
-        if self._server is None:
-            if transport == "tcp":
-                raise OSError("the learner listens on no address; set control.bind")
-            self._server = self._serve(_LOOPBACK)
-        source = self._server.source(published.stamp)
-        if transport == "nccl":
-            source["slot"] = slot
-            self._over_nccl.add(reader.partition(":")[0])
-            self._server.most_handed = len(self._over_nccl)
-        return published.order(transport, source=source)
-
     def _serve(self, host: str) -> SlotServer:
         return SlotServer(
             host,
-            self._file_of,
+            self._on_host.file_of,
             self._layout.total_bytes,
             deadline_s=self._template.deadline_s,
             start=partial(start, SENDS),
         )
-
-    def _file_of(self, stamp: int) -> int:
-        """The open file of the slot in host memory with this publication; -1 if there is none."""
-        with self._lock:
-            return self._on_host.file_of(stamp)
 
 
 def open_publisher(

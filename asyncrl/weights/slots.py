@@ -110,12 +110,13 @@ class Slot:
 
     def begin(self) -> None:
         """Say that the content is about to change. Its readers will notice, and are no longer counted."""
-        self._write_stamp(0)
+        self.complete(0)
         self.readers = 0
 
     def complete(self, publication: int) -> None:
-        """Say that the slot holds all of that publication."""
-        self._write_stamp(publication)
+        """Say that the slot holds all of that publication; 0 is none."""
+        self.stamp = publication
+        os.pwrite(self.file, STAMP.pack(publication), self._stamp_at)
 
     def describe(self) -> dict[str, Any]:
         """Plain values with which `open_slot` finds the slot and what it holds now."""
@@ -124,10 +125,6 @@ class Slot:
     def close(self) -> None:
         """Release this process's share; processes that have the slot open keep theirs."""
         os.close(self.file)
-
-    def _write_stamp(self, stamp: int) -> None:
-        self.stamp = stamp
-        os.pwrite(self.file, STAMP.pack(stamp), self._stamp_at)
 
 
 class Slots:
@@ -165,11 +162,10 @@ class Slots:
         self.newest = published
 
     def file_of(self, stamp: int) -> int:
-        """The open file of the slot that holds this publication; -1 if none does."""
+        """The open file of the slot that holds this publication; -1 if none does. Any thread may ask."""
         return next((slot.file for slot in self._slots if slot.stamp == stamp > 0), -1)
 
     def close(self) -> None:
-        """Release all slots."""
         for slot in self._slots:
             slot.close()
         self._slots.clear()
@@ -288,7 +284,9 @@ def _registered(file: int, size_bytes: int) -> Tensor:
     with contextlib.suppress(OSError), open(f"/proc/self/fd/{file}", "r+b", buffering=0) as writable:
         buffer = torch.frombuffer(mmap.mmap(writable.fileno(), size_bytes), dtype=torch.uint8)
         if register(buffer):
-            _protect(buffer)
+            address, protect = ctypes.c_void_p(buffer.data_ptr()), ctypes.CDLL(None, use_errno=True).mprotect
+            if protect(address, ctypes.c_size_t(buffer.nbytes), mmap.PROT_READ):
+                raise OSError(ctypes.get_errno(), "mprotect")
             return buffer
     memory = mmap.mmap(file, size_bytes, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
@@ -297,13 +295,6 @@ def _registered(file: int, size_bytes: int) -> Tensor:
     if not register(buffer, _READ_ONLY):
         log.warning("CUDA registers no memory of this host: weights are loaded several times as slowly")
     return buffer
-
-
-def _protect(buffer: Tensor) -> None:
-    """Let writes of this process to a mapped file fail. Raises OSError."""
-    address = ctypes.c_void_p(buffer.data_ptr())
-    if ctypes.CDLL(None, use_errno=True).mprotect(address, ctypes.c_size_t(buffer.nbytes), mmap.PROT_READ):
-        raise OSError(ctypes.get_errno(), "mprotect")
 
 
 def register(buffer: Tensor, flags: int = 0) -> bool:

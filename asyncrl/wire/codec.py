@@ -14,6 +14,7 @@ The header has the version of the format, not the release. A learner can thus re
 of another release, and answers with both releases. After an upgrade, the groups in the store are still read.
 """
 
+import contextlib
 import hashlib
 import hmac
 import math
@@ -50,6 +51,8 @@ _FIELDS = struct.Struct("<8sHHIQ")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 
+Arrays = dict[str, NDArray[Any]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -64,20 +67,16 @@ class Limits:
     binary_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """A checked frame. The arrays are read-only views into the received bytes."""
-
-    meta: dict[str, Any]
-    arrays: dict[str, NDArray[Any]]
-
-
-def encode_frame(
-    limits: Limits, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], *, key: bytes = b""
-) -> bytes:
+def encode_frame(limits: Limits, meta: Mapping[str, Any], arrays: Arrays, *, key: bytes = b"") -> bytes:
     """Return one frame. Raises WireError if the receiver would refuse it, or MessagePack cannot hold it."""
+    for name, array in arrays.items():
+        if array.dtype not in _NAMES or not _is_shape(array.shape):
+            raise WireError(
+                f"tensor {name} of dtype {array.dtype} and shape {array.shape}; allowed are "
+                f"{', '.join(DTYPES)} and 1 to {MOST_AXES} axes"
+            )
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
-    table = [_entry(name, array) for name, array in ordered]
+    table = [[name, _NAMES[array.dtype], *array.shape] for name, array in ordered]
     try:
         packed: bytes = msgpack.packb({**meta, "arrays": table})
     except (ValueError, TypeError, OverflowError) as error:  # for example, half of a surrogate pair
@@ -89,10 +88,13 @@ def encode_frame(
     return b"".join((fields, _checksum(key, fields, body, packed), body, packed))
 
 
-def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes | None = b"") -> Frame:
-    """The inverse of `encode_frame`. Raises WireError, or WireVersionError for a peer of another release.
+def decode_frame(
+    limits: Limits, data: bytes | bytearray, *, key: bytes | None = b""
+) -> tuple[dict[str, Any], Arrays]:
+    """The inverse of `encode_frame`: the meta, and the arrays as read-only views into the received bytes.
 
-    `key=None` skips the checksum, for bytes that have passed it before.
+    `key=None` skips the checksum, for bytes that have passed it before. Raises WireError, or WireVersionError
+    for a peer of another release.
     """
     body_bytes = _check_header(limits, data)
     view = memoryview(data)
@@ -104,7 +106,7 @@ def decode_frame(limits: Limits, data: bytes | bytearray, *, key: bytes | None =
             "run's key"
         )
     meta = _unpack(limits, bytes(packed))
-    return Frame(meta=meta, arrays=_arrays(meta.pop("arrays", None), body))
+    return meta, _arrays(meta.pop("arrays", None), body)
 
 
 def _check_header(limits: Limits, data: bytes | bytearray) -> int:
@@ -176,11 +178,11 @@ def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
     return meta
 
 
-def _arrays(table: Any, body: memoryview) -> dict[str, NDArray[Any]]:
+def _arrays(table: Any, body: memoryview) -> Arrays:
     """Return views into `body`. Every size is checked before it is used."""
     if not isinstance(table, list):
         raise WireError(f"the table of tensors is a {type(table).__name__}; a list is needed")
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: Arrays = {}
     offset = 0
     for entry in table:
         match entry:
@@ -209,21 +211,10 @@ def _arrays(table: Any, body: memoryview) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _entry(name: str, array: NDArray[Any]) -> list[Any]:
-    """Return the entry in the table of tensors."""
-    if array.dtype not in _NAMES or not _is_shape(array.shape):
-        raise WireError(
-            f"tensor {name} of dtype {array.dtype} and shape {array.shape}; allowed are {', '.join(DTYPES)} "
-            f"and 1 to {MOST_AXES} axes"
-        )
-    return [name, _NAMES[array.dtype], *array.shape]
-
-
 def _is_shape(sizes: Sequence[Any]) -> bool:
-    for size in sizes:
-        if type(size) is not int or not 0 <= size <= MOST_SIZE:
-            return False
-    return 1 <= len(sizes) <= MOST_AXES
+    return 1 <= len(sizes) <= MOST_AXES and all(
+        type(size) is int and 0 <= size <= MOST_SIZE for size in sizes
+    )
 
 
 Message = TypeVar("Message")
@@ -258,7 +249,8 @@ class MessageCodec(Generic[Message]):
 
     def decode(self, data: bytes, key: bytes = b"") -> Message:
         """Return an instance of one of the types. Raises WireError."""
-        message: Message = self._message(decode_frame(MESSAGE_LIMITS, data, key=key).meta.get("message"))
+        meta, _ = decode_frame(MESSAGE_LIMITS, data, key=key)
+        message: Message = self._message(meta.get("message"))
         return message
 
     def _tagged(self, message: Any) -> dict[str, Any]:
@@ -317,21 +309,13 @@ class MessageCodec(Generic[Message]):
             return lifted if type(lifted) is hint else self._refuse(value, hint, where)
         origin, arguments = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
-            return self._first(value, arguments, hint, where)
-        if origin is tuple and isinstance(value, list):
-            return tuple(self._lift(item, arguments[0], where) for item in value)
-        if origin is list and isinstance(value, list):
-            return [self._lift(item, arguments[0], where) for item in value]
+            for candidate in arguments:
+                with contextlib.suppress(WireError):
+                    return self._lift(value, candidate, where)
+        if origin in (tuple, list) and isinstance(value, list):
+            return origin(self._lift(item, arguments[0], where) for item in value)
         if origin in (dict, Mapping) and isinstance(value, dict):
             return {self._lift(k, str, where): self._lift(v, arguments[1], where) for k, v in value.items()}
-        return self._refuse(value, hint, where)
-
-    def _first(self, value: Any, hints: tuple[Any, ...], hint: Any, where: str) -> Any:
-        for candidate in hints:
-            try:
-                return self._lift(value, candidate, where)
-            except WireError:
-                continue
         return self._refuse(value, hint, where)
 
     def _plain(self, value: Any, where: str, depth: int = 0) -> Any:

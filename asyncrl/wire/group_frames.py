@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.columns import COLUMNS, KEPT_COUNTS, KEPT_IDS, NONE, TOKENS, Column, filled, of_prompt, of_token
 from asyncrl.errors import WireError
 from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan
-from asyncrl.wire.codec import Limits, MessageCodec, decode_frame, encode_frame
+from asyncrl.wire.codec import Arrays, Limits, MessageCodec, decode_frame, encode_frame
 
 # A frame must fit into one value of Redis (512 MiB).
 GROUP_LIMITS = Limits(
@@ -24,8 +24,6 @@ GROUP_LIMITS = Limits(
 MAX_ROLLOUTS, MAX_SPANS, MAX_ANSWER_BYTES = 4096, 1 << 16, 1024
 # A longer `dead_reason` is cut off.
 REASON_CHARACTERS = 1000
-
-Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,24 +123,21 @@ def _columns(group: Group, finish_reasons: list[str], parts: list[str]) -> Array
     unknown += [name for name in group.recorded if not of_prompt(name)]
     if unknown:
         raise ValueError(f"{unknown[0]} is not declared as recorded; add it to asyncrl/columns.py")
-    return {**arrays, **_pieced_columns(rollouts), **group.recorded}
+    return {**arrays, **_pieced_columns(rollouts, arrays), **group.recorded}
 
 
-def _pieced_columns(rollouts: Sequence[Rollout]) -> Arrays:
-    """Return the columns of tokens and turns that the rollouts have."""
+def _pieced_columns(rollouts: Sequence[Rollout], counts: Arrays) -> Arrays:
+    """Return the columns of tokens and turns that the rollouts have; `counts` are those of their tokens."""
     played = [rollout.turns for rollout in rollouts if rollout.turns is not None]
-    lengths = {
-        "prompt_tokens": [len(rollout.prompt_ids) for rollout in rollouts],
-        "response_tokens": [len(rollout.response_ids) for rollout in rollouts],
-        TOKENS: [len(rollout.prompt_ids) + len(rollout.response_ids) for rollout in rollouts],
-    }
+    lengths = {axis: counts[axis].tolist() for axis in ("prompt_tokens", "response_tokens")}
+    lengths[TOKENS] = [sum(both) for both in zip(*lengths.values(), strict=True)]
     arrays: Arrays = {}
     if any({KEPT_COUNTS, KEPT_IDS} & rollout.recorded.keys() for rollout in rollouts):
         lengths[KEPT_COUNTS] = [int(np.sum(rollout.recorded.get(KEPT_COUNTS, 0))) for rollout in rollouts]
     if played:
         lengths["turns"] = [len(turns.ends) for turns in played]
-        counts = [NONE if rollout.turns is None else len(rollout.turns.ends) for rollout in rollouts]
-        arrays["turns"] = np.array(counts, COLUMNS["turns"].dtype)
+        turns = [NONE if rollout.turns is None else len(rollout.turns.ends) for rollout in rollouts]
+        arrays["turns"] = np.array(turns, COLUMNS["turns"].dtype)
     for name, column in COLUMNS.items():
         axis = column.axes[0]
         if axis not in lengths:
@@ -165,8 +160,8 @@ def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
 
     `key=None` skips the checksum, for bytes that have passed it before.
     """
-    frame = decode_frame(GROUP_LIMITS, data, key=key)
-    arrays, head = frame.arrays, _HEADS.made(Head, frame.meta)
+    meta, arrays = decode_frame(GROUP_LIMITS, data, key=key)
+    head = _HEADS.made(Head, meta)
     _check_columns(arrays)
     metrics = arrays.get("episode_metrics", np.empty((0, 0), np.float32))
     try:

@@ -62,9 +62,8 @@ from asyncrl.weights import layout, nccl, staging, stream
 from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import TRANSPORTS, TensorSpec, UpdateOrder
 from asyncrl.weights.publisher import SlotPublisher
-from asyncrl.weights.relay import Relay
 from asyncrl.weights.slots import open_slot
-from asyncrl.weights.staging import HostStaging
+from asyncrl.weights.staging import HostStaging, Relay
 
 from .helpers import PROBE, probe_logprobs
 from .hosts import Hosts, inside, move_to

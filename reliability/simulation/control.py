@@ -99,9 +99,6 @@ class Router:
     def getsockopt_string(self, option: int) -> str:
         return "virtual"
 
-    def close(self, linger: int = 0) -> None:
-        """Nothing: who dies is not reached any more."""
-
 
 class Dealer:
     """A generator's socket."""
@@ -126,7 +123,7 @@ class Dealer:
         return data
 
     def close(self, linger: int = 0) -> None:
-        """Nothing, see `Router`."""
+        """Nothing: who dies is not reached any more."""
 
 
 class Wire:
@@ -297,13 +294,13 @@ class Hub(ControlHub):
 
     def _check_pins(self) -> None:
         """What nobody reads must not stay pinned, and what is read must."""
-        updating = {holder for holder, member in self._schedule.members.items() if member.target is not None}
+        updating = {holder for holder, member in self._schedule.members.items() if member.order is not None}
         pinned = self._orders.pinned.keys()
         require(pinned == updating, "other versions are pinned than are read", pinned, updating)
 
     def _check_weights(self, holder: str, truth: Weights) -> None:
         member = self._schedule.members[holder]
-        if member.target is None and (believed := member.version) >= 0:
+        if member.order is None and (believed := member.version) >= 0:
             # A history forgets what is old.
             name = self._learner.history.weights(believed) if believed else Weights(0)
             require(
@@ -431,11 +428,11 @@ def virtual_control(engine: Engine, wire: Wire) -> Iterator[None]:
     executor = SimpleNamespace(submit=start, shutdown=lambda wait: None)
     real: Any = hub_module
     sockets = SimpleNamespace(
-        Context=lambda: nobody, Again=zmq.Again, ZMQError=zmq.ZMQError, NOBLOCK=zmq.NOBLOCK, EHOSTUNREACH=zmq.EHOSTUNREACH,
+        Again=zmq.Again, ZMQError=zmq.ZMQError, NOBLOCK=zmq.NOBLOCK, EHOSTUNREACH=zmq.EHOSTUNREACH,
         LAST_ENDPOINT=zmq.LAST_ENDPOINT,
     )  # fmt: skip
     replaced = {
-        "listen": lambda context, endpoint, keys: (wire.listen(engine.process), None),
+        "listen": lambda endpoint, keys: (wire.listen(engine.process), lambda linger_ms: None),
         "threading": SimpleNamespace(Thread=lambda target, name, daemon: _Thread(engine, target)),
         "ThreadPoolExecutor": lambda workers, thread_name_prefix: executor,
         "socket": SimpleNamespace(socketpair=lambda: (nobody, nobody)),

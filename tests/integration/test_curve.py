@@ -13,9 +13,16 @@ from zmq.utils import z85
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Refused
 from asyncrl.control.client import ControlClient
-from asyncrl.control.curve import GeneratorKeys, LearnerKeys, present_keys, public_key
 from asyncrl.control.membership import RunIdentity
-from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, MAX_REPORT_BYTES, set_options
+from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES
+from asyncrl.control.sockets import (
+    MAX_REPORT_BYTES,
+    GeneratorKeys,
+    LearnerKeys,
+    present_keys,
+    public_key,
+    set_options,
+)
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys

@@ -26,7 +26,7 @@ from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.users import GENERATOR, LEARNER
 from asyncrl.commands.down import processes_of
 from asyncrl.control.base import Refused
-from asyncrl.control.curve import GeneratorKeys
+from asyncrl.control.sockets import GeneratorKeys
 from asyncrl.errors import StoreRefused
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, RunKeys

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control import zmq as hub_module
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
-from asyncrl.control.curve import present_keys
-from asyncrl.control.membership import MAX_MEMBERS, RunIdentity, holder_name
-from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember, set_options
-from asyncrl.control.peers import Budget
+from asyncrl.control.membership import MAX_MEMBERS, Budget, RunIdentity
+from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, UnknownMember
+from asyncrl.control.sockets import present_keys, set_options
 from asyncrl.control.zmq import MAX_GREETED, ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.hosting import progress as progress_module
@@ -243,7 +242,7 @@ def test_a_flood_costs_its_sender_only(stage):
         caller.join()
     # A slow machine takes fewer messages than the real budgets allow.
     peers, few = (stage.hub._peers, Budget(1.0, 10.0, 10.0))
-    peers._budgets[peers.peer(holder_name("f", "1"))] = few
+    peers._budgets[peers.peer("f:1")] = few
     beat = CODEC.encode(flooder.beat(), WIRE)
     for _ in range(5_000):
         with contextlib.suppress(zmq.Again):

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from asyncrl.errors import TransferError
-from asyncrl.weights import nccl, relay, stream
+from asyncrl.weights import nccl, stream
+from asyncrl.weights import staging as arrival
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, device_sum
 from asyncrl.weights.publisher import SlotPublisher
@@ -49,7 +50,7 @@ class Host:
 
     def generator(self):
         with self._monkeypatch.context() as patch:
-            patch.setattr(relay, "_MEMORY", self._directory)
+            patch.setattr(arrival, "_MEMORY", self._directory)
             self.generators.append(HostStaging(Path("/")))
         return self.generators[-1]
 
@@ -293,7 +294,7 @@ def test_a_stranger_gets_no_process_and_a_generator_nothing_but_slots(publisher,
 
 def test_others_of_the_host_wait_while_a_pair_starts(publisher, host, monkeypatch):
     """The start takes longer than a process may be silent that fetches."""
-    monkeypatch.setattr(relay, "SILENT_S", 3.0)
+    monkeypatch.setattr(arrival, "SILENT_S", 3.0)
     started, start = [], nccl.start
 
     def slowly(role, connection):

@@ -3,8 +3,8 @@
 import zmq
 
 from asyncrl.control.base import Hello
-from asyncrl.control.curve import present_keys
-from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, set_options
+from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES
+from asyncrl.control.sockets import present_keys, set_options
 
 HELLO = Hello(generator_id="a", incarnation="1", release="another", config_hash="abc", version=0)
 """Of another release: an answer is a refusal, so it does not join."""

@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.hosting.processes import die_with_parent
-from asyncrl.weights import relay
+from asyncrl.weights import staging
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksums, verify
 from asyncrl.weights.slots import Slot, open_slot
@@ -74,7 +74,7 @@ class Learner:
 def work(directory, channel):
     """As a process: bring what each order of the channel names, and answer with the sum of its bytes."""
     die_with_parent(os.getppid())
-    sharing = relay.Relay(Path(directory))
+    sharing = staging.Relay(Path(directory))
     with contextlib.suppress(EOFError):
         while True:
             order = channel.recv()
@@ -85,7 +85,7 @@ def work(directory, channel):
                     channel.send("fetching")
                     let_pass(stall_s)
 
-            relay.SILENT_S = order["silent_s"]
+            staging.SILENT_S = order["silent_s"]
             mock.patch("asyncrl.weights.stream.verify", slowly).start()
             layout, until_s = Layout.from_plain(order["layout"]), time.monotonic() + order["wait_s"]
             try:

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.hosting.processes import die_with_parent
-from asyncrl.weights import layout, relay, stream
+from asyncrl.weights import layout, stream
 from asyncrl.weights import staging as arrival
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import open_slot
@@ -34,7 +34,7 @@ def staging(pid):
             shutil.rmtree(left, ignore_errors=True)
     memory = HOSTS / str(pid)
     memory.mkdir(exist_ok=True)
-    with mock.patch.object(relay, "_MEMORY", memory):
+    with mock.patch.object(arrival, "_MEMORY", memory):
         return HostStaging(Path("/"))
 
 

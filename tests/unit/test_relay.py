@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import TransferError
-from asyncrl.weights import relay
+from asyncrl.weights import staging
 from asyncrl.weights.layout import checksums
-from asyncrl.weights.relay import Relay
 from asyncrl.weights.slots import Slot, open_slot
+from asyncrl.weights.staging import Relay
 from tests.support.publications import LAYOUT, WAIT_S, Learner
 from tests.support.waiting import LONG_S, let_pass, wait_until
 
@@ -168,12 +168,12 @@ def test_a_lock_that_is_never_released_costs_one_wait_and_not_one_for_each_versi
     learners, relays, monkeypatch
 ):
     clock = Clock()
-    monkeypatch.setattr(relay, "time", clock)
+    monkeypatch.setattr(staging, "time", clock)
     learner, (first, second) = learners(), relays(2)
     learner.bring(first, 1)
     holder = os.open(first._path, os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    waited_s, silent_s = [], min(relay.SILENT_S, WAIT_S / 4)
+    waited_s, silent_s = [], min(staging.SILENT_S, WAIT_S / 4)
     for stamp in (2, 3, 2):
         before_s = clock.now_s
         assert learner.holds(learner.bring(second, stamp), stamp)
@@ -186,7 +186,7 @@ def test_a_lock_that_is_never_released_costs_one_wait_and_not_one_for_each_versi
 
 
 def test_a_transfer_that_is_slow_but_moves_is_waited_for(learners, relays, monkeypatch):
-    fetch = relay.fetch
+    fetch = staging.fetch
 
     def slowly(*arguments, on_progress, **options):
         for _ in range(15):
@@ -194,8 +194,8 @@ def test_a_transfer_that_is_slow_but_moves_is_waited_for(learners, relays, monke
             on_progress()
         fetch(*arguments, on_progress=on_progress, **options)
 
-    monkeypatch.setattr(relay, "SILENT_S", 1.0)
-    monkeypatch.setattr(relay, "fetch", slowly)
+    monkeypatch.setattr(staging, "SILENT_S", 1.0)
+    monkeypatch.setattr(staging, "fetch", slowly)
     learner, both = learners(), relays(2)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(learner.bring, each, 1) for each in both]
@@ -229,7 +229,7 @@ def test_a_holder_that_moves_is_not_waited_for_beyond_the_deadline(learners, rel
         os.utime(holder, (clock.now_s,) * 2)
 
     clock.sleep, began_s = moving, clock.now_s
-    monkeypatch.setattr(relay, "time", clock)
+    monkeypatch.setattr(staging, "time", clock)
     with pytest.raises(TransferError, match=r"the deadline has passed.*raise weights\.deadline_s"):
         learner.bring(second, 2)
     assert not second._own, "it takes no memory for what it cannot fetch"

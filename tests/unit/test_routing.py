@@ -185,10 +185,10 @@ def test_a_column_of_another_length_is_neither_sent_nor_read() -> None:
     short = replace(group.rollouts[0], recorded={EXPERTS: np.zeros((1, 2, 2), np.int16)})
     with pytest.raises(WireError, match="routed_experts has the shape"):
         encode_group(replace(group, rollouts=(short, *group.rollouts[1:])))
-    frame = decode_frame(GROUP_LIMITS, encode_group(group))
+    meta, arrays = decode_frame(GROUP_LIMITS, encode_group(group))
     lie = {EXPERTS: np.zeros((1, 2, 2), np.int16)}
     with pytest.raises(WireError, match="routed_experts has 1 tokens instead of"):
-        decode_group(encode_frame(GROUP_LIMITS, frame.meta, frame.arrays | lie))
+        decode_group(encode_frame(GROUP_LIMITS, meta, arrays | lie))
 
 
 def test_a_store_without_room_for_the_experts_of_each_token_is_refused(tmp_path: Path) -> None:

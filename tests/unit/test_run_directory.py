@@ -13,11 +13,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import zmq
 
 from asyncrl.commands.down import end_run
-from asyncrl.control.listening import listen
 from asyncrl.control.scoring import endpoint_of
+from asyncrl.control.sockets import listen
 from asyncrl.errors import RunError
 from asyncrl.files import socket_path
 from asyncrl.results.recorded import evaluated_steps
@@ -284,8 +283,8 @@ def test_looking_does_not_keep_a_supervisor_from_starting(tmp_path: Path) -> Non
 def test_a_scorer_of_a_run_deep_in_the_file_system_listens(tmp_path: Path) -> None:
     directory = tmp_path / ("n" * 120)
     directory.mkdir()
-    with zmq.Context() as context:
-        listener, _ = listen(context, endpoint_of(directory, "judge", 0), None)
-        with listener, socket.socket(socket.AF_UNIX) as caller:
-            caller.connect(endpoint_of(directory, "judge", 0).removeprefix("ipc://"))
+    _, close = listen(endpoint_of(directory, "judge", 0), None)
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(endpoint_of(directory, "judge", 0).removeprefix("ipc://"))
+    close(0)
     assert endpoint_of(directory, "judge", 0) != endpoint_of(directory, "judge", 1)

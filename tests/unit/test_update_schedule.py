@@ -83,7 +83,7 @@ def test_a_report_on_an_earlier_learners_order_means_nothing_though_the_number_i
     schedule.announce(3, 0.0)
     schedule.ordered("a", order(3, history="9 0 0 2 7"), 0.0)
     for report in (applied(3), replace(applied(3), lineage=7), replace(applied(2), lineage=9)):
-        assert schedule.reported("a", report, 1.0) == [] and schedule.members["a"].target is not None
+        assert schedule.reported("a", report, 1.0) == [] and schedule.members["a"].order is not None
     schedule.reported("a", replace(applied(3), lineage=9), 1.0)
     assert schedule.members["a"].version == 3
 
@@ -351,7 +351,7 @@ def test_late_and_foreign_reports_mean_nothing():
     assert schedule.reported("a", applied(5), 0.0) == []  # has not been told yet
     schedule.ordered("a", order(5), 0.0)
     assert schedule.reported("a", applied(4), 0.0) == []
-    assert schedule.members["a"].target is not None
+    assert schedule.members["a"].order is not None
 
 
 HOLDERS = ("a", "b", "c")
@@ -425,7 +425,7 @@ class World:
             case "tick":
                 self.obey(self.schedule.tick(self.now_s))
         for one, member in self.schedule.members.items():
-            assert (member.target is None) == (self.reading[one] is None), "pinned without an update, or not"
+            assert (member.order is None) == (self.reading[one] is None), "pinned without an update, or not"
 
 
 @given(steps)

@@ -424,9 +424,9 @@ def test_numbers_that_are_not_finite_are_refused_where_they_are_made(field, bad)
 def test_a_greedy_reward_that_is_not_finite_is_refused_on_both_sides(bad):
     with pytest.raises(WireError, match="greedy_reward"):
         encode_group(dataclasses.replace(GROUP, greedy_reward=bad))
-    frame = decode_frame(GROUP_LIMITS, encode_group(GREEDY))
+    meta, arrays = decode_frame(GROUP_LIMITS, encode_group(GREEDY))
     with pytest.raises(WireError, match="greedy_reward"):
-        decode_group(encode_frame(GROUP_LIMITS, {**frame.meta, "greedy_reward": bad}, frame.arrays))
+        decode_group(encode_frame(GROUP_LIMITS, {**meta, "greedy_reward": bad}, arrays))
 
 
 EPISODE_LIES = {
@@ -451,23 +451,20 @@ EPISODE_LIES = {
 
 @pytest.mark.parametrize("reason", EPISODE_LIES)
 def test_episodes_that_contradict_themselves_are_refused(reason):
-    frame = decode_frame(GROUP_LIMITS, encode_group(EPISODES))
-    lies = {
-        name: np.array(column, dtype=frame.arrays[name].dtype)
-        for name, column in EPISODE_LIES[reason].items()
-    }
+    meta, arrays = decode_frame(GROUP_LIMITS, encode_group(EPISODES))
+    lies = {name: np.array(column, dtype=arrays[name].dtype) for name, column in EPISODE_LIES[reason].items()}
     with pytest.raises(WireError, match=reason):
-        decode_group(encode_frame(GROUP_LIMITS, frame.meta, {**frame.arrays, **lies}))
+        decode_group(encode_frame(GROUP_LIMITS, meta, {**arrays, **lies}))
 
 
 @pytest.mark.parametrize("gone", ["turns", "turn_ends", "episode_metrics", "rewards"])
 def test_a_column_that_another_needs_is_not_left_out(gone):
-    frame = decode_frame(GROUP_LIMITS, encode_group(EPISODES))
-    rest = {name: column for name, column in frame.arrays.items() if name != gone}
+    meta, arrays = decode_frame(GROUP_LIMITS, encode_group(EPISODES))
+    rest = {name: column for name, column in arrays.items() if name != gone}
     with pytest.raises(WireError, match="the group"):
-        decode_group(encode_frame(GROUP_LIMITS, frame.meta, rest))
+        decode_group(encode_frame(GROUP_LIMITS, meta, rest))
     with pytest.raises(WireError, match="a tensor 'more'; allowed are"):
-        decode_group(encode_frame(GROUP_LIMITS, frame.meta, {**frame.arrays, "more": rest["finish"]}))
+        decode_group(encode_frame(GROUP_LIMITS, meta, {**arrays, "more": rest["finish"]}))
 
 
 def test_turns_without_rewards_or_states_have_zeros_beside_turns_with_them():
@@ -552,13 +549,13 @@ def test_answers_that_lie_about_their_length_are_refused():
         encode_group(
             dataclasses.replace(GROUP, rollouts=(dataclasses.replace(rollouts[0], answer="4" * 1025),))
         )
-    frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
+    meta, arrays = decode_frame(GROUP_LIMITS, encode_group(GROUP))
     lies = {
-        "contradict": {"answer_bytes": frame.arrays["answer_bytes"] + 1},
-        "contradict each other: 'utf-8'": {"answers": np.full_like(frame.arrays["answers"], 0xFF)},
-        "negative count in answer_bytes": {"answer_bytes": frame.arrays["answer_bytes"] - 2},
+        "contradict": {"answer_bytes": arrays["answer_bytes"] + 1},
+        "contradict each other: 'utf-8'": {"answers": np.full_like(arrays["answers"], 0xFF)},
+        "negative count in answer_bytes": {"answer_bytes": arrays["answer_bytes"] - 2},
         "contradict each other: answers has 2 answer_bytes instead of 6442450941": {
-            "answer_bytes": np.full_like(frame.arrays["answer_bytes"], 2**31 - 1)
+            "answer_bytes": np.full_like(arrays["answer_bytes"], 2**31 - 1)
         },
         "an answer of 1025 bytes": {
             "answer_bytes": np.array([-1, 0, 1025], np.int32),
@@ -567,7 +564,7 @@ def test_answers_that_lie_about_their_length_are_refused():
     }
     for reason, lie in lies.items():
         with pytest.raises(WireError, match=reason):
-            decode_group(encode_frame(GROUP_LIMITS, frame.meta, {**frame.arrays, **lie}))
+            decode_group(encode_frame(GROUP_LIMITS, meta, {**arrays, **lie}))
 
 
 @pytest.mark.parametrize(
@@ -594,24 +591,24 @@ def test_a_long_reason_is_cut():
     )
 )
 def test_a_tensor_of_any_allowed_type_and_shape_survives_the_wire(array):
-    frame = decode_frame(GROUP_LIMITS, encode_frame(GROUP_LIMITS, {}, {"a": array}))
-    assert frame.arrays["a"].dtype == array.dtype and frame.arrays["a"].shape == array.shape
-    assert frame.arrays["a"].tobytes() == array.tobytes()
+    _, arrays = decode_frame(GROUP_LIMITS, encode_frame(GROUP_LIMITS, {}, {"a": array}))
+    assert arrays["a"].dtype == array.dtype and arrays["a"].shape == array.shape
+    assert arrays["a"].tobytes() == array.tobytes()
 
 
 def test_tensors_are_aligned_views_of_the_frame():
-    arrays = {
+    sent = {
         "a": np.arange(3, dtype=np.uint8),
         "b": np.arange(2, dtype=np.float64),
         "c": np.arange(5, dtype=np.int32),
     }
-    frame = decode_frame(GROUP_LIMITS, encode_frame(GROUP_LIMITS, {"x": 1}, arrays))
-    assert frame.meta == {"x": 1}
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(frame.arrays[name], array)
-        assert frame.arrays[name].flags.aligned
-        assert not frame.arrays[name].flags.owndata
-        assert not frame.arrays[name].flags.writeable
+    meta, arrays = decode_frame(GROUP_LIMITS, encode_frame(GROUP_LIMITS, {"x": 1}, sent))
+    assert meta == {"x": 1}
+    for name, array in sent.items():
+        np.testing.assert_array_equal(arrays[name], array)
+        assert arrays[name].flags.aligned
+        assert not arrays[name].flags.owndata
+        assert not arrays[name].flags.writeable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -787,14 +784,14 @@ def test_any_sealed_message_is_a_message_or_a_wire_error(meta):
     ],
 )
 def test_a_sealed_group_with_impossible_numbers_is_refused(column, values):
-    frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
-    arrays = {name: array.copy() for name, array in frame.arrays.items()}
+    meta, arrays = decode_frame(GROUP_LIMITS, encode_group(GROUP))
+    arrays = {name: array.copy() for name, array in arrays.items()}
     # A truth value is a byte, which another program may set to 2.
     target = arrays[column].view(np.uint8) if column == "action_mask" else arrays[column]
     for index, value in values.items():
         target[index] = value
     with pytest.raises(WireError):
-        decode_group(encode_frame(GROUP_LIMITS, frame.meta, arrays))
+        decode_group(encode_frame(GROUP_LIMITS, meta, arrays))
 
 
 @pytest.mark.parametrize(
@@ -802,9 +799,9 @@ def test_a_sealed_group_with_impossible_numbers_is_refused(column, values):
     [("ticket_id", True), ("generator_id", 3), ("sampling_s", "1"), ("dead_reason", 0), ("times", [1.0])],
 )
 def test_a_sealed_group_with_a_value_of_another_type_is_refused(name, value):
-    frame = decode_frame(GROUP_LIMITS, encode_group(GROUP))
+    meta, arrays = decode_frame(GROUP_LIMITS, encode_group(GROUP))
     with pytest.raises(WireError, match=name):
-        decode_group(encode_frame(GROUP_LIMITS, {**frame.meta, name: value}, frame.arrays))
+        decode_group(encode_frame(GROUP_LIMITS, {**meta, name: value}, arrays))
 
 
 def test_extension_types_are_refused():
