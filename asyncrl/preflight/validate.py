@@ -39,7 +39,7 @@ from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
 from asyncrl.rewards.endpoints import columns_of
 from asyncrl.rewards.forms import Form, form_of
-from asyncrl.rewards.pool import sandbox_of
+from asyncrl.rewards.reward_process import reward_sandbox
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import RowRenderer
@@ -101,8 +101,9 @@ def _problems(
         found += kubernetes.problems(config)
     elif is_here:
         found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
-        sandbox = sandbox_of(config.reward, config.run.root)
-        if sandbox and (problem := sandbox.problem()):
+        functions = [one.function for one in config.reward.functions]
+        is_boxed = config.reward.sandbox == "bubblewrap"
+        if is_boxed and (problem := reward_sandbox(functions, config.run.root).problem()):
             found.append(Mistake(("reward.sandbox",), problem))
     if config.run.directory.exists() or path.name == "config.yaml":
         reported = {mistake.keys for mistake in found}  # for example a missing file

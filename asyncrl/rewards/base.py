@@ -61,6 +61,16 @@ class RewardInput:
         """Return the columns of row and episode."""
         return {**self.row, **self.played}
 
+    def measured(self, *, raw: bool) -> dict[str, Any]:
+        """Return the columns with what was measured in place of those of the same names.
+
+        `raw_response`, which costs a second decoding, is only there if it is `raw`.
+        """
+        found = {**self.columns, "truncated": self.truncated, "response_tokens": self.response_tokens}
+        if raw:
+            found["raw_response"] = self.raw_response() if self.raw_response else self.response
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Judgement:

@@ -8,20 +8,22 @@ minute nor for a scorer that starts. An unreadable answer is asked for at most `
 import asyncio
 import hashlib
 import json
+import math
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.backoff import Backoff
 from asyncrl.config import reward_section
 from asyncrl.config.reward_section import HttpReward, LlmJudge, ModelJudge, OfScorer, Remote, RewardConfig
 from asyncrl.errors import RewardError, ungrouped
 from asyncrl.rewards.base import Judgement, Question, RewardInput, Score, Service, Unanswered, scored
+from asyncrl.rewards.batches import Batches, Scored
 from asyncrl.rewards.endpoints import HttpService, JudgeService
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.reward_process import Worker, reward_sandbox
 
 # Questions to each service at the same time.
 AT_ONCE = 256
@@ -30,6 +32,7 @@ REMEMBERED = 1 << 14
 AGAIN = Backoff(first_s=0.25, longest_s=8.0)
 
 OpenScorer = Callable[[OfScorer], Service]
+_T = TypeVar("_T")
 
 
 class Asker:
@@ -136,9 +139,11 @@ class Rewards:
         open_scorer: OpenScorer | None = None,
         counts: Counter[str] | None = None,
     ) -> None:
-        """Take what makes the Service of a scorer of the run. `loaded` is as in RewardPool.
+        """Take what makes the Service of a scorer of the run. `counts` may be shared.
 
-        `counts` may be shared. Raises RewardError for a service whose key or template is missing.
+        `loaded` is called when a process has loaded the functions, and raises if it must not be used. A
+        sandbox hides `run_root`, which holds keys, sockets and checkpoints. Raises RewardError for a service
+        whose key or template is missing.
         """
         self._functions = config.functions
         # Counters of the questions to services since the start, by the name of their metric.
@@ -151,41 +156,85 @@ class Rewards:
             if one.remote is not None
         }
         local = tuple(one for one in config.functions if one.remote is None)
+        names = [one.function for one in local]
+        is_boxed = bool(local) and config.sandbox == "bubblewrap"
+        self._sandbox = reward_sandbox(names, run_root) if is_boxed else None
+        # `Form.most` of each function's part; empty before the functions are loaded.
+        self._most: dict[str, int] = {}
         own = config.model_copy(update={"functions": local})
-        self._pool = RewardPool(own, run_root, loaded) if local else None
-        self._all: list[RewardPool | Asker] = [*([self._pool] if self._pool else []), *self._askers.values()]
+        count = config.workers if local else 0
+        self._workers = [Worker(own, self._sandbox, loaded, self._most) for _ in range(count)]
+        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+        self._batches = {one.part: Batches(partial(self._call, one.part)) for one in local}
 
     @property
     def printed(self) -> str:
-        """The end of what user code printed in the processes."""
-        return self._pool.printed if self._pool else ""
+        """The end of what user code printed in the processes that are running."""
+        return "\n".join(text for worker in self._workers if (text := worker.printed.text))
 
     @property
     def most(self) -> int:
-        """`RewardPool.most`; 1 for services, which are asked about one response."""
-        return self._pool.most if self._pool else 1
+        """`Form.most` of the only function, the largest of several; 1 for services."""
+        return max(self._most.values(), default=1)
 
     async def start(self) -> None:
-        """Start the processes. Raises RewardError for functions that cannot be used."""
-        for one in self._all:
-            await one.start()
+        """Start all processes, so that a function that cannot be used fails the run, not a ticket.
+
+        Raises RewardError.
+        """
+        if self._sandbox and (problem := self._sandbox.problem()):
+            raise RewardError(problem)
+        await asyncio.gather(*(worker.load() for worker in self._workers))
+        for asker in self._askers.values():
+            await asker.start()
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """One score per input. The first failure raises RewardError; nothing waits for other answers."""
         with ungrouped():
+            if self._workers and not self._most:
+                await self._with_worker(Worker.load)
             async with asyncio.TaskGroup() as tasks:
-                local = tasks.create_task(self._pool.score(inputs)) if self._pool else None
+                calling = {
+                    part: [
+                        tasks.create_task(
+                            self._batches[part].score(some, most) if most > 1 else self._call(part, some)
+                        )
+                        for some in ([[one] for one in inputs] if most == 1 else [inputs])
+                    ]
+                    for part, most in self._most.items()
+                }
                 asking = [tasks.create_task(self._ask(one)) for one in inputs]
-        own = local.result() if local else [Score(total=0.0, parts={})] * len(inputs)
-        return [
-            scored(self._functions, {**score.parts, **parts}, score.answer, tuple(judgements))
-            for score, (parts, judgements) in zip(own, (task.result() for task in asking), strict=True)
-        ]
+        found = {part: [one for call in calls for one in call.result()] for part, calls in calling.items()}
+        scores = []
+        for at, task in enumerate(asking):
+            given = {part: of_inputs[at] for part, of_inputs in found.items()}
+            parts = {part: value for part, (value, _) in given.items() if not math.isnan(value)}
+            answer = next((answer for _, answer in given.values() if answer is not None), None)
+            judged, judgements = task.result()
+            scores.append(scored(self._functions, parts | judged, answer, tuple(judgements)))
+        return scores
 
     async def close(self) -> None:
         """Kill the processes, and drop what is being asked."""
-        for one in self._all:
-            await one.close()
+        for batches in self._batches.values():
+            batches.close()
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+        for asker in self._askers.values():
+            await asker.close()
+
+    async def _call(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
+        return await self._with_worker(lambda worker: worker.call(part, inputs))
+
+    async def _with_worker(self, work: Callable[[Worker], Awaitable[_T]]) -> _T:
+        """Wait for an idle worker, and use it."""
+        worker = await self._idle.get()
+        try:
+            await asyncio.sleep(0)  # if the call that had it failed, this one is cancelled before it begins
+            return await work(worker)
+        finally:
+            self._idle.put_nowait(worker)
 
     async def _ask(self, one: RewardInput) -> tuple[dict[str, float], list[Judgement]]:
         """The parts of services, and what judges were asked and said."""
