@@ -64,6 +64,10 @@ class Form:
     placed: frozenset[str] = frozenset()
     # Whether a prompt of chat messages stays one.
     takes_chat: ClassVar[bool] = False
+    # Columns that reach no parameter, as they have the names of what is passed anyway.
+    hidden: ClassVar[Container[str]] = ("prompt", "response")
+    # Parameters that the row need not have, in addition to `GIVEN`.
+    provided: ClassVar[frozenset[str]] = frozenset()
 
     def takes(self, name: str) -> bool:
         """Return whether an argument of this name reaches the function."""
@@ -84,19 +88,18 @@ class Form:
     def with_params(self, params: Mapping[str, Any]) -> Self:
         """The form of the function that is left when these are given. Raises RewardError for a bad batch."""
         left = {name: getattr(self, name) - params.keys() for name in ("accepted", "required")}
-        return replace(
-            self, **left, most=_most(params["batch"]) if self.most > 1 and "batch" in params else self.most
-        )
+        is_batch = self.most > 1 and "batch" in params
+        return replace(self, **left, most=_most(params["batch"]) if is_batch else self.most)
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         """Columns that the function requires and the row does not have."""
-        return sorted(self.required - row.keys() - GIVEN)
+        return sorted(self.required - row.keys() - GIVEN - self.provided)
 
     def arguments(
         self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
         """Positional and named arguments of a call for at most `most` responses; see `functions.Reward`."""
-        return (prompts[0], responses[0]), self._wanted(rows[0], without=("prompt", "response"))
+        return (prompts[0], responses[0]), self._wanted(rows[0])
 
     def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
         """Score and answer (or `UNSAID`) of each response from the returned value; none is checked yet."""
@@ -105,18 +108,20 @@ class Form:
     def _pair(self, returned: Any) -> tuple[Any, Any]:
         return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, UNSAID)
 
-    def _wanted(self, values: Mapping[str, Any], *, without: Container[str] = ()) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if self.takes(name) and name not in without}
+    def _wanted(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if self.takes(name) and name not in self.hidden}
 
 
-class GroupForm(Form):
+class _GroupForm(Form):
     """asyncrl's own form for functions that see all responses of a group together."""
+
+    hidden: ClassVar[Container[str]] = ("prompt", "responses")
 
     def arguments(
         self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
         named = {name: [row[name] for row in rows] if name in apart else rows[0][name] for name in rows[0]}
-        return (prompts[0], list(responses)), self._wanted(named, without=("prompt", "responses"))
+        return (prompts[0], list(responses)), self._wanted(named)
 
     def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
         is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping | Set)
@@ -127,29 +132,27 @@ class GroupForm(Form):
         return [self._pair(one) for one in found]
 
 
-class BatchForm(GroupForm):
+class _BatchForm(_GroupForm):
     """asyncrl's own form for functions that see responses of several groups, as for a forward pass."""
 
-    def lacking(self, row: Mapping[str, Any]) -> list[str]:
-        return [name for name in Form.lacking(self, row) if name != "batch"]
+    hidden = ("prompts", "responses", "batch")
+    provided = frozenset({"batch"})
 
     def arguments(
         self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
-        named = {name: [row.get(name) for row in rows] for row in rows for name in row}
-        wanted = self._wanted(named, without=("prompts", "responses", "batch"))
+        wanted = self._wanted({name: [row.get(name) for row in rows] for row in rows for name in row})
         if "batch" in self.accepted:  # it may have no default
             wanted["batch"] = self.most
         return (list(prompts), list(responses)), wanted
 
 
-class TRLForm(GroupForm):
+class _TRLForm(_GroupForm):
     """TRL's form: every argument, and the returned value, is a list with an item for each response."""
 
     takes_chat = True
-
-    def lacking(self, row: Mapping[str, Any]) -> list[str]:
-        return [name for name in Form.lacking(self, row) if name not in ("prompts", "completions")]
+    hidden = Form.hidden
+    provided = frozenset({"prompts", "completions"})
 
     def arguments(
         self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
@@ -157,18 +160,17 @@ class TRLForm(GroupForm):
         is_chat = not isinstance(prompts[0], str)
         completions = [[{"role": "assistant", "content": one}] if is_chat else one for one in responses]
         named = {name: [row.get(name) for row in rows] for row in rows for name in row}
-        values = self._wanted(named, without=("prompt", "response"))
-        return (), values | self._wanted({"prompts": list(prompts), "completions": completions})
+        return (), self._wanted(named | {"prompts": list(prompts), "completions": completions})
 
 
-class VerlForm(Form):
+class _VerlForm(Form):
     """verl's form: the answer is column `ground_truth`, or `ground_truth` in column `reward_model`."""
 
+    provided = frozenset({"data_source", "solution_str", "extra_info"})
+
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
-        given = ["data_source", "solution_str", "extra_info"]
-        if ground_truth(row) is not None:
-            given.append("ground_truth")
-        return [name for name in Form.lacking(self, row) if name not in given]
+        has_answer = ground_truth(row) is not None
+        return [name for name in super().lacking(row) if name != "ground_truth" or not has_answer]
 
     def arguments(
         self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
@@ -180,7 +182,7 @@ class VerlForm(Form):
             "solution_str": response,
             "ground_truth": ground_truth(row),
         }
-        return (), self._wanted(row, without=("prompt", "response")) | self._wanted(given)
+        return (), self._wanted({**row, **given})
 
     def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
         if isinstance(returned, Mapping):
@@ -199,9 +201,9 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
         found = ", ".join(f"`{name}`" for name in sorted(unknown))
         raise RewardError(f"takes {found}, which asyncrl does not have; give it a default, or leave it out")
     if "completions" in names:
-        return _form(TRLForm, parameters, most=GROUP)
+        return _form(_TRLForm, parameters, most=GROUP)
     if "solution_str" in names:
-        return _form(VerlForm, parameters)
+        return _form(_VerlForm, parameters)
     positional = [one.name for one in parameters if one.kind in _POSITIONAL]
     has_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if len(positional) < 2 and not has_any:
@@ -210,9 +212,9 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
         )
     if positional[:2] == ["prompts", "responses"]:
         default = next((one.default for one in parameters if one.name == "batch"), BATCH)
-        return _form(BatchForm, parameters, 2, most=_most(default))
+        return _form(_BatchForm, parameters, 2, most=_most(default))
     if "responses" in positional[1:2]:
-        return _form(GroupForm, parameters, 2, most=GROUP)
+        return _form(_GroupForm, parameters, 2, most=GROUP)
     if positional[:1] == ["response"] or positional[1:2] == ["prompt"]:
         swapped = positional[:2] == ["response", "prompt"]
         cure = "swap the two parameters" if swapped else "take `prompt` and `response` first, in this order"

@@ -75,15 +75,14 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Rew
         positional, named = form.arguments(prompts, responses, others, apart)
         value = function(*positional, **{**named, **params})
         returned = _LOOP.get_loop().run_until_complete(value) if inspect.isawaitable(value) else value
-        return [_checked(*pair) for pair in form.read(returned, len(responses))]
+        return [
+            (math.nan, None)
+            if reward is None
+            else (checked_reward(reward), None if answer is UNSAID else checked_answer(answer))
+            for reward, answer in form.read(returned, len(responses))
+        ]
 
     return call
-
-
-def _checked(reward: Any, answer: Any) -> tuple[float, str | None]:
-    if reward is None:
-        return math.nan, None
-    return checked_reward(reward), None if answer is UNSAID else checked_answer(answer)
 
 
 def checked_reward(value: object) -> float:

@@ -65,7 +65,10 @@ class Asker:
 
     async def answer(self, question: Question) -> tuple[Any, str]:
         """The answer to a question, which is sent only once, also while it is being asked."""
-        key = _key(question) if self.service.remembers else object()
+        key: bytes | object = object()
+        if self.service.remembers:
+            text = json.dumps([question.request, question.vote], sort_keys=True, default=str)
+            key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._ask(question))
@@ -271,8 +274,3 @@ def _service(settings: Remote, open_scorer: OpenScorer | None) -> Service:
 
 def _cut(text: str) -> str:
     return text.encode("utf-8", "replace")[: reward_section.TEXT_BYTES].decode("utf-8", "ignore")
-
-
-def _key(question: Question) -> bytes:
-    text = json.dumps([question.request, question.vote], sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
