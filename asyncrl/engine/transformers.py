@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, generation
 from asyncrl.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
 from asyncrl.engine import base
-from asyncrl.engine.base import Bookkeeping, Device, EngineStats, PromptImages, SamplingSpec, aborted
+from asyncrl.engine.base import Bookkeeping, Device, PromptImages, SamplingSpec, aborted
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
@@ -94,6 +94,7 @@ class _Request:
         self.prompt_ids, self.count, self.spec = prompt_ids, count, spec
         self.inputs = images.inputs(count) if images is not None else {}
         self.is_aborted = False
+        self.rollouts: asyncio.Future[list[Rollout]]
         self.sampled_by: list[Weights] = []
         self._engine = engine
         self._logprobs_BV: Tensor | None = None  # of the token to sample next
@@ -135,7 +136,7 @@ class _Request:
         self._lengths_B[ended_B & (self._lengths_B == 0)] = response_BT.shape[1]
         return (self._lengths_B > 0).to(ids_BN.device)
 
-    def rollouts(self, ids_BN: Tensor, choices: Sequence[Tensor]) -> list[Rollout]:
+    def result(self, ids_BN: Tensor, choices: Sequence[Tensor]) -> list[Rollout]:
         """Return the result, from all that `generate` returns and that routers have chosen meanwhile."""
         self._note(ids_BN)
         experts_BNLK = (
@@ -189,7 +190,6 @@ class TransformersEngine(Bookkeeping):
         # The probe is scored where updates load, so that neither waits for requests, and one for the other.
         self._sampling, self._loading = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.computing_weights = Weights(0)
-        self._running: dict[_Request, asyncio.Future[list[Rollout]]] = {}
 
     @classmethod
     def start(
@@ -235,9 +235,10 @@ class TransformersEngine(Bookkeeping):
     ) -> list[Rollout]:
         # `salt` has no effect: no cache outlives a request.
         request = _Request(self, prompt_ids, count, spec, images)
-        self._running[request] = asyncio.wrap_future(self._sampling.submit(self._generate, request))
+        self._running[request] = count
+        request.rollouts = asyncio.wrap_future(self._sampling.submit(self._generate, request))
         try:
-            rollouts = await self._running[request]
+            rollouts = await request.rollouts
         except _Aborted:
             raise aborted() from None
         except Exception as error:  # code of models raises what it likes, such as IndexError at a position
@@ -271,7 +272,7 @@ class TransformersEngine(Bookkeeping):
                 )
         finally:
             self.gate.leave()
-        return request.rollouts(ids_BN, choices)
+        return request.result(ids_BN, choices)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         if self._paused_since_s is not None:
@@ -332,7 +333,8 @@ class TransformersEngine(Bookkeeping):
     async def abort_requests(self) -> None:
         for request in self._running:
             self.gate.abort(request)
-        if self._running and (await asyncio.wait(self._running.values(), timeout=self._deadline_s))[1]:
+        awaited = [request.rollouts for request in self._running]
+        if awaited and (await asyncio.wait(awaited, timeout=self._deadline_s))[1]:
             raise self._late("a request")
 
     def _late(self, what: str) -> EngineError:
@@ -347,9 +349,6 @@ class TransformersEngine(Bookkeeping):
         before = passes()
         while self._running and self._paused_since_s is None and passes() == before:
             await asyncio.sleep(_POLL_S)
-
-    def stats(self) -> EngineStats:
-        return self.counters(sum(request.count for request in self._running))
 
     async def close(self) -> None:
         with suppress(EngineError):
