@@ -60,18 +60,14 @@ class Duty:
         self._marks.append(_Mark(now_s, last.sampling_s + sampling_s, last.episode_s + episode_s))
         while self._marks[0].at_s < now_s - WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
-        most_held = max(self.most_held, self.max_running)
-        return int(self.max_running / max(self._sure_share(), self.max_running / most_held)) - held
-
-    def _sure_share(self) -> float:
-        """The duty if episodes sampled in the part of a minute of full slots that was not played yet.
-
-        So the number of episodes grows over a minute. If it grew suddenly, they would all wait at the same
-        time, and then all want to sample at the same time.
-        """
+        # The duty if episodes sampled in the part of a minute of full slots that was not played yet. So the
+        # number of episodes grows over a minute. If it grew suddenly, they would all wait at the same time,
+        # and then all want to sample at the same time.
         sampling_s, played_s = self._measured()
         unplayed_s = max(0.0, self.max_running * WINDOW_S - played_s)
-        return min((sampling_s + unplayed_s) / (played_s + unplayed_s), 1.0)
+        sure = min((sampling_s + unplayed_s) / (played_s + unplayed_s), 1.0)
+        most_held = max(self.most_held, self.max_running)
+        return int(self.max_running / max(sure, self.max_running / most_held)) - held
 
     def _measured(self) -> tuple[float, float]:
         """Return the seconds of requests and of episodes in the window."""

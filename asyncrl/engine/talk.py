@@ -67,8 +67,7 @@ class SessionTalk:
     ) -> Answer:
         with _usable("messages"):
             request = self._session.request(messages, tools=tools)
-        spec = self._limited(max_tokens, stop)
-        answer, turn = await self._turn(request, tools if calls_tools else (), spec, stop, train)
+        answer, turn = await self._turn(request, tools if calls_tools else (), max_tokens, stop, train)
         if train and turn.said:
             self.transcript = list(turn.said.messages)
         return answer
@@ -78,7 +77,7 @@ class SessionTalk:
     ) -> Answer:
         with _usable("text"):
             request = self._session.request_text(text)
-        answer, _ = await self._turn(request, (), self._limited(max_tokens, stop), stop, train)
+        answer, _ = await self._turn(request, (), max_tokens, stop, train)
         self.transcript += [{"role": "user", "content": text}, answer.message]
         return answer
 
@@ -96,20 +95,23 @@ class SessionTalk:
         for task in self._running:
             task.cancel()
 
-    def _limited(self, max_tokens: int | None, stop: Sequence[str]) -> SamplingSpec:
-        """How one turn is sampled: neither limit changes the probability of a token."""
-        longest = min(max_tokens or sys.maxsize, self._budget.max_response_tokens)
-        return replace(self._spec, max_response_tokens=longest, stop=(*self._spec.stop, *stop))
-
     async def _turn(
-        self, request: Request, tools: Sequence[Message], spec: SamplingSpec, stop: Sequence[str], train: bool
+        self,
+        request: Request,
+        tools: Sequence[Message],
+        max_tokens: int | None,
+        stop: Sequence[str],
+        train: bool,
     ) -> tuple[Answer, Turn]:
-        room = await self._room(request, spec.max_response_tokens)
+        ends = (*self._spec.stop, *stop)
+        room = await self._room(request, min(max_tokens or sys.maxsize, self._budget.max_response_tokens))
+        # Neither limit changes the probability of a token.
+        spec = replace(self._spec, max_response_tokens=room, stop=ends)
         added = len(request.delta_ids) if request.parent else 0
         self._reserved += room + added
         self._started += 1
         try:
-            rollout = await self._sample(request.prompt_ids, replace(spec, max_response_tokens=room))
+            rollout = await self._sample(request.prompt_ids, spec)
             self._spent += len(rollout.response_ids) + added
         finally:
             self._reserved -= room + added
