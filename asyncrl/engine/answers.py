@@ -69,6 +69,11 @@ class AnswerReader:
             self._require_calls()
         ids = without_stop(self._renderer, rollout.response_ids.tolist())
         parsed = self._parsed(ids, prompt_ids, tools)
+
+        def logprobs() -> list[tuple[str, float]]:
+            texts = [self._renderer.decode([one]) for one in ids]
+            return list(zip(texts, rollout.behaviour_logprobs.tolist(), strict=False))
+
         first = int.from_bytes(blake2b(repr((prompt_ids, ids)).encode(), digest_size=8).digest())
         calls = tuple(
             # Nine letters and digits, because some templates refuse other ids.
@@ -82,7 +87,7 @@ class AnswerReader:
             tokens=len(rollout.response_ids),
             prompt_tokens=len(prompt_ids),
             reasoning=self._without_specials(parsed.reasoning),
-            logprobs=partial(self._logprobs, ids, rollout),
+            logprobs=logprobs,
             is_unparsed=bool(tools and not calls and self._opener and self._opener in parsed.text),
         )
 
@@ -97,10 +102,6 @@ class AnswerReader:
                 parsed = self._parse(text, ids, prompt_ids, tools)
         parsed = parsed if tools or not parsed.calls else Parsed(text)
         return parsed._replace(reasoning=parsed.reasoning or reasoning)
-
-    def _logprobs(self, ids: Sequence[int], rollout: Rollout) -> list[tuple[str, float]]:
-        texts = [self._renderer.decode([one]) for one in ids]
-        return list(zip(texts, rollout.behaviour_logprobs.tolist(), strict=False))
 
     def _without_specials(self, text: str) -> str:
         for special in self._renderer.special_texts:

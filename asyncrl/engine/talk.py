@@ -35,11 +35,8 @@ class SessionTalk:
     def __init__(
         self, session: Session, engine: Engine, spec: SamplingSpec, read: Read, budget: Budget
     ) -> None:
-        self._session = session
-        self._engine = engine
-        self._spec = spec
-        self._read = read
-        self._budget = budget
+        self._session, self._engine, self._spec = session, engine, spec
+        self._read, self._budget = read, budget
         self._salt = engine.salt  # of the episode's start, so that no update costs a prefill of the history
         self._running: set[asyncio.Task[list[Rollout]]] = set()
         self._started = 0  # turns
@@ -118,10 +115,16 @@ class SessionTalk:
             self._changed.set()
             self._changed = asyncio.Event()
         try:
-            answer = _cut(self._read(request.prompt_ids, rollout, tools), stop)
+            answer = self._read(request.prompt_ids, rollout, tools)
         except ConfigError as error:  # only this row may have tools, which nothing parses
             raise EnvironmentFault(str(error), reason="start") from error
         self.unparsed += answer.is_unparsed
+        # The ids of the text that ends an answer were sampled, and stay.
+        place, text = min(
+            ((answer.text.find(one), one) for one in stop if one in answer.text), default=(0, "")
+        )
+        if text:
+            answer = replace(answer, text=answer.text[:place], stop=text)
         try:
             turn = self._session.record(request, rollout, answer.message, train=train)
         except (ValueError, RecursionError) as error:
@@ -190,12 +193,6 @@ class SessionTalk:
             self.error = error
             raise
         return rollout
-
-
-def _cut(answer: Answer, stop: Sequence[str]) -> Answer:
-    """The answer up to the first text that ends it; the ids of that text were sampled, and stay."""
-    place, text = min(((answer.text.find(one), one) for one in stop if one in answer.text), default=(0, ""))
-    return replace(answer, text=answer.text[:place], stop=text) if text else answer
 
 
 @contextmanager

@@ -144,28 +144,26 @@ class _Request:
         )
         response_BT = ids_BN[:, len(self.prompt_ids) :].cpu().numpy().astype(np.int32)
         logprobs_BT = torch.stack(self._logprobs, dim=1).numpy()
-        lengths = [int(length) or response_BT.shape[1] for length in self._lengths_B]
-        return [
-            Rollout(
+        rollouts = []
+        for row, ended in enumerate(self._lengths_B.tolist()):
+            length = ended or response_BT.shape[1]
+            recorded: dict[str, NDArray[Any]] = {}
+            if experts_BNLK is not None:
+                recorded[EXPERTS] = experts_BNLK[row, : len(self.prompt_ids) + length]
+            if kept := [rows[row] for rows in self._kept[:length]]:
+                recorded[KEPT_COUNTS] = np.array([len(ids) for ids in kept], dtype=np.int32)
+                recorded[KEPT_IDS] = np.concatenate(kept)
+            rollout = Rollout(
                 prompt_ids=np.array(self.prompt_ids, dtype=np.int32),
                 response_ids=response_BT[row, :length],
                 action_mask=np.ones(length, dtype=np.bool_),
                 behaviour_logprobs=logprobs_BT[row, :length],
                 version_spans=version_spans(self.sampled_by[:length]),
-                finish_reason="stop" if self._lengths_B[row] else "length",
-                recorded=self._recorded(row, length, experts_BNLK),
+                finish_reason="stop" if ended else "length",
+                recorded=recorded,
             )
-            for row, length in enumerate(lengths)
-        ]
-
-    def _recorded(self, row: int, length: int, experts_BNLK: Any) -> dict[str, NDArray[Any]]:
-        found: dict[str, NDArray[Any]] = {}
-        if experts_BNLK is not None:
-            found[EXPERTS] = experts_BNLK[row, : len(self.prompt_ids) + length]
-        if kept := [rows[row] for rows in self._kept[:length]]:
-            found[KEPT_COUNTS] = np.array([len(ids) for ids in kept], dtype=np.int32)
-            found[KEPT_IDS] = np.concatenate(kept)
-        return found
+            rollouts.append(rollout)
+        return rollouts
 
 
 class TransformersEngine(Bookkeeping):
@@ -277,14 +275,15 @@ class TransformersEngine(Bookkeeping):
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         if self._paused_since_s is not None:
             raise EngineError("score: the engine is paused for a weight update; finish the update first")
-        return await asyncio.wrap_future(self._loading.submit(self._score, token_ids))
 
-    @torch.no_grad()
-    def _score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        ids_1N = torch.tensor([list(token_ids)], device=self._model.device)
-        logprobs_1NV = self._model(ids_1N).logits[:, :-1].float().log_softmax(-1)
-        scores: NDArray[np.float32] = logprobs_1NV.gather(-1, ids_1N[:, 1:, None])[0, :, 0].cpu().numpy()
-        return scores
+        @torch.no_grad()
+        def score() -> NDArray[np.float32]:
+            ids_1N = torch.tensor([list(token_ids)], device=self._model.device)
+            logprobs_1NV = self._model(ids_1N).logits[:, :-1].float().log_softmax(-1)
+            scores: NDArray[np.float32] = logprobs_1NV.gather(-1, ids_1N[:, 1:, None])[0, :, 0].cpu().numpy()
+            return scores
+
+        return await asyncio.wrap_future(self._loading.submit(score))
 
     async def begin_update(self) -> None:
         await super().begin_update()

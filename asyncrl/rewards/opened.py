@@ -69,10 +69,19 @@ class Asker:
         if self.service.remembers:
             text = json.dumps([question.request, question.vote], sort_keys=True, default=str)
             key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+        def keep(task: asyncio.Task[tuple[Any, str]]) -> None:
+            """Forget failures, and the oldest answers."""
+            if task.cancelled() or task.exception() or not isinstance(key, bytes):
+                self._asked.pop(key, None)
+            oldest = next(iter(self._asked), None)
+            if len(self._asked) > REMEMBERED and self._asked[oldest].done():
+                del self._asked[oldest]
+
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._ask(question))
-            task.add_done_callback(partial(self._keep, key))
+            task.add_done_callback(keep)
         else:
             self.counts["reward_cache_hits"] += 1
             self._asked.move_to_end(key)
@@ -85,14 +94,6 @@ class Asker:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         await self.service.close()
-
-    def _keep(self, key: bytes | object, task: asyncio.Task[tuple[Any, str]]) -> None:
-        """Forget failures, and the oldest answers."""
-        if task.cancelled() or task.exception() or not isinstance(key, bytes):
-            self._asked.pop(key, None)
-        oldest = next(iter(self._asked), None)
-        if len(self._asked) > REMEMBERED and self._asked[oldest].done():
-            del self._asked[oldest]
 
     async def _ask(self, question: Question) -> tuple[Any, str]:
         try:

@@ -66,12 +66,9 @@ class VLLMEngine(Bookkeeping):
         *,
         device: Device,
     ) -> Self:
-        """Load the model as version 0; blocks the loop for about half a minute.
+        """Load the model as `open_engine` says, which takes about half a minute.
 
-        Must not run in a thread of its own: the kernel kills the engine's processes when that thread ends.
-
-        Raises ConfigError if vLLM does not know the type or value of an argument, such as one of
-        `generator.vllm`, or cannot serve the adapter of `model.lora`; EngineError if vLLM did not start.
+        Raises ConfigError also if vLLM cannot serve the adapter of `model.lora`.
         """
         set_environment(generator, device=device)
         from vllm import AsyncEngineArgs
