@@ -14,7 +14,7 @@ from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.engine.base import Engine, SamplingSpec
-from asyncrl.engine.clock import Clock
+from asyncrl.engine.duty import Clock
 from asyncrl.engine.sampler import Episode, Scoring
 from asyncrl.engine.talk import Budget, Read, SessionTalk
 from asyncrl.environments.base import Answer, Environment, Message, Outcome

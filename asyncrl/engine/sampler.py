@@ -16,7 +16,7 @@ from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.columns import TEACHER
 from asyncrl.config.environment_section import ENVIRONMENT_PART
 from asyncrl.engine.base import Engine, SamplingSpec
-from asyncrl.engine.clock import Clock
+from asyncrl.engine.duty import Clock
 from asyncrl.errors import ResultError, RewardError, ungrouped
 from asyncrl.rewards.base import ABSTAINED, Question, RewardInput, Score, Scorer, judgements_json, unreadable
 from asyncrl.types import Group, Prompt, Rollout

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from asyncrl.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, TEACHER
 from asyncrl.config.schema import Config
 from asyncrl.hosting.machine import routing_sizes
-from asyncrl.rewards.functions import ANSWER_CHARACTERS
+from asyncrl.rewards.forms import ANSWER_CHARACTERS
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import encode_group
 

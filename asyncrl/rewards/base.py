@@ -25,7 +25,7 @@ from asyncrl.algo.ranges import MOST_REWARD
 from asyncrl.config.reward_section import RewardFunctionConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.forms import EPISODE_COLUMNS as EPISODE_COLUMNS
-from asyncrl.rewards.functions import checked_reward
+from asyncrl.rewards.forms import checked_reward
 
 # The error if no function scores a response.
 ABSTAINED = (

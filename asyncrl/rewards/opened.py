@@ -21,18 +21,20 @@ from asyncrl.config import reward_section
 from asyncrl.config.reward_section import HttpReward, LlmJudge, ModelJudge, OfScorer, Remote, RewardConfig
 from asyncrl.errors import RewardError, ungrouped
 from asyncrl.rewards.base import Judgement, Question, RewardInput, Score, Service, Unanswered, scored
-from asyncrl.rewards.batches import Batches, Scored
 from asyncrl.rewards.endpoints import HttpService, JudgeService
-from asyncrl.rewards.reward_process import Worker, reward_sandbox
+from asyncrl.rewards.reward_process import Divisible, Scored, Worker, reward_sandbox
 
 # Questions to each service at the same time.
 AT_ONCE = 256
 # Answers of each service that are remembered.
 REMEMBERED = 1 << 14
+# Time that a response waits for others, for a function that scores them in one call.
+WAIT_S = 0.05
 AGAIN = Backoff(first_s=0.25, longest_s=8.0)
 
 OpenScorer = Callable[[OfScorer], Service]
 _T = TypeVar("_T")
+_Future = asyncio.Future[Scored]
 
 
 class Asker:
@@ -132,6 +134,65 @@ class Asker:
             await asyncio.sleep(pause_s)
 
 
+class _Batches:
+    """Responses that wait for a call, and calls that are under way.
+
+    If a function raises, the call is repeated with each half of it, so that only the responses fail for which
+    it raises alone. If it hangs, or its process dies, all responses of the call fail.
+    """
+
+    def __init__(self, call: Callable[[Sequence[RewardInput]], Awaitable[list[Scored]]]) -> None:
+        """`call` scores a batch."""
+        self._call = call
+        self._waiting: dict[_Future, RewardInput] = {}  # the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def score(self, inputs: Sequence[RewardInput], most: int) -> list[Scored]:
+        """Score responses, with others in calls of at most `most`. Raises the first failure."""
+        futures: list[_Future] = [asyncio.get_running_loop().create_future() for _ in inputs]
+        self._waiting.update(zip(futures, inputs, strict=True))
+        may_wait = True
+        try:
+            while futures[-1] in self._waiting:
+                if len(self._waiting) < most and may_wait:
+                    await asyncio.sleep(WAIT_S)
+                    may_wait = False
+                    continue
+                batch = [(one, self._waiting.pop(one)) for one in [*self._waiting][:most]]
+                # Its own task, because other groups need it too.
+                task = asyncio.create_task(self._score(batch))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            return await asyncio.gather(*futures)
+        finally:
+            for future in futures:
+                self._waiting.pop(future, None)
+
+    def close(self) -> None:
+        """Give up the calls that are under way."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _score(self, batch: Sequence[tuple[_Future, RewardInput]]) -> None:
+        try:
+            scores = await self._call([one for _, one in batch])
+        except Exception as error:  # noqa: BLE001 - raised where the scores are waited for
+            if len(batch) > 1 and isinstance(error, Divisible):
+                half = len(batch) // 2
+                await self._score(batch[:half])
+                await self._score(batch[half:])
+            for future, _ in batch:
+                if not future.done():
+                    future.set_exception(error)
+        else:
+            for (future, _), score in zip(batch, scores, strict=True):
+                if not future.done():
+                    future.set_result(score)
+        finally:
+            for future, _ in batch:
+                future.cancel()  # without effect, unless this task was cancelled
+
+
 class Rewards:
     """The Scorer of a generator: asks processes and services at the same time, and adds up their parts."""
 
@@ -171,7 +232,7 @@ class Rewards:
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
-        self._batches = {one.part: Batches(partial(self._call, one.part)) for one in local}
+        self._batches = {one.part: _Batches(partial(self._call, one.part)) for one in local}
 
     @property
     def printed(self) -> str:

@@ -1,6 +1,6 @@
 """One reward process, seen from the run: user code can hang, crash or print, and the run continues.
 
-It calls one function at a time, for a response, a group or a batch (`batches`). The time limit of a call
+It calls one function at a time, for a response, a group or a batch. The time limit of a call
 starts when the worker reports that it has begun; until then no user code has seen the response, and a failed
 call is repeated with another worker. A worker that is late, dies, or is interrupted within a call is killed
 with its process group, so no reply can be taken for another call's. The next call starts another.
@@ -24,7 +24,6 @@ from asyncrl.errors import RewardError
 from asyncrl.hosting.processes import kill_group, module_argv
 from asyncrl.hosting.workers import LENGTH, Printed, as_column, ending, pack
 from asyncrl.rewards.base import RewardInput
-from asyncrl.rewards.batches import Divisible, Scored
 from asyncrl.rewards.forms import GIVEN
 from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
@@ -39,6 +38,14 @@ AGAIN_S = 1.0
 # Limit for killed workers to end when the pool closes.
 END_S = 5.0
 MAX_REPLY_BYTES = 1 << 20
+
+
+# Value of a response, NaN if the function abstains, and the answer in it.
+Scored = tuple[float, str | None]
+
+
+class Divisible(RewardError):
+    """A failure that may be that of some responses of a call only."""
 
 
 class _Lost(RewardError):

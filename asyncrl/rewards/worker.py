@@ -28,8 +28,7 @@ from asyncrl.errors import RewardError, as_unicode
 from asyncrl.hosting.processes import close_to_others, die_with_parent, join_outputs, restrict
 from asyncrl.hosting.workers import pack, receive
 from asyncrl.plugins import described
-from asyncrl.rewards.forms import Form
-from asyncrl.rewards.functions import Reward, bind, form_for, load_function
+from asyncrl.rewards.forms import Form, Reward, bind, form_for, load_function
 from asyncrl.sandbox.bubblewrap import SCRATCH
 
 MAX_REASON_CHARACTERS = 2000

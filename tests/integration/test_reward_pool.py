@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError
-from asyncrl.rewards import batches
+from asyncrl.rewards import opened
 from asyncrl.rewards import reward_process as process_module
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.opened import Rewards
@@ -397,7 +397,7 @@ def test_a_row_that_fails_in_a_batch_fails_its_own_group_only(functions, how, me
 
 def test_a_group_that_is_given_up_takes_no_other_with_it(functions, monkeypatch):
     functions.write_text(BATCH)
-    monkeypatch.setattr(batches, "WAIT_S", 2.0)
+    monkeypatch.setattr(opened, "WAIT_S", 2.0)
 
     async def scenario(pool):
         await pool.start()
