@@ -6,8 +6,8 @@ vLLM is imported only for its parsers of tool calls and of reasoning, which need
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -116,11 +116,11 @@ def parse_with(tokenizer: Any, name: str) -> Parse:
     """
     from vllm.tool_parsers import ToolParserManager
 
-    names = (*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers)
-    _require("model.tool_parser", name, names)
-    kind = ToolParserManager.get_tool_parser(name)
-    # Some are stubs, which fail at every answer.
-    _tried("model.tool_parser", name, lambda: kind(tokenizer).extract_tool_calls("x", _request()))
+    names = {**ToolParserManager.tool_parsers, **ToolParserManager.lazy_parsers}
+    with _usable("model.tool_parser", name, names):
+        kind = ToolParserManager.get_tool_parser(name)
+        # Some are stubs, which fail at every answer.
+        kind(tokenizer).extract_tool_calls("x", _request())
     # It logs a traceback for each call that is not one, and a policy in training writes many of these.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
@@ -147,20 +147,20 @@ def split_with(tokenizer: Any, name: str) -> Split:
     """
     from vllm.reasoning import ReasoningParserManager
 
-    _require("model.reasoning_parser", name, ReasoningParserManager.list_registered())
-    kind = ReasoningParserManager.get_reasoning_parser(name)
-    parser = _tried("model.reasoning_parser", name, lambda: kind(tokenizer))
-    begin = parser.reasoning_start_str or getattr(parser, "start_token", None)
-    end = parser.reasoning_end_str or getattr(parser, "end_token", None)
-    if not begin or not end:
-        request = _request()
+    request = _request()
 
-        def by_parser(text: str, opening: str) -> tuple[str, str]:
-            reasoning, content = kind(tokenizer).extract_reasoning(text, request)
-            return reasoning or "", content or ""
+    def by_parser(text: str, opening: str) -> tuple[str, str]:
+        reasoning, content = kind(tokenizer).extract_reasoning(text, request)
+        return reasoning or "", content or ""
 
-        _tried("model.reasoning_parser", name, lambda: by_parser("x", ""))
-        return by_parser
+    with _usable("model.reasoning_parser", name, ReasoningParserManager.list_registered()):
+        kind = ReasoningParserManager.get_reasoning_parser(name)
+        parser = kind(tokenizer)
+        begin = parser.reasoning_start_str or getattr(parser, "start_token", None)
+        end = parser.reasoning_end_str or getattr(parser, "end_token", None)
+        if not begin or not end:
+            by_parser("x", "")
+            return by_parser
 
     def split(text: str, opening: str) -> tuple[str, str]:
         before, is_marked, rest = text.partition(begin)
@@ -176,14 +176,13 @@ def split_with(tokenizer: Any, name: str) -> Split:
     return split
 
 
-def _require(key: str, name: str, names: Iterable[str]) -> None:
+@contextmanager
+def _usable(key: str, name: str, names: Collection[str]) -> Iterator[None]:
+    """Raise ConfigError if there is no parser `name`, or it fails in the body, which tries it."""
     if name not in names:
         raise ConfigError(f"{key}: vLLM has no parser `{name}`; it has {', '.join(sorted(set(names)))}")
-
-
-def _tried(key: str, name: str, attempt: Callable[[], Any]) -> Any:
     try:
-        return attempt()
+        yield
     except Exception as error:
         text = f"{key}: {name} cannot be used on text of this tokenizer ({error}); name another parser"
         raise ConfigError(text) from error
