@@ -20,7 +20,7 @@ from itertools import chain
 
 from asyncrl.control.base import GeneratorControl, Stop
 from asyncrl.engine.base import Engine
-from asyncrl.engine.clock import Clock
+from asyncrl.engine.duty import Clock
 from asyncrl.errors import TransferError
 from asyncrl.lineage import History, Weights
 from asyncrl.weights.agreement import Agreement, ProbeRefused

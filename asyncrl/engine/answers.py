@@ -6,8 +6,8 @@ vLLM is imported only for its parsers of tool calls and of reasoning, which need
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -69,6 +69,11 @@ class AnswerReader:
             self._require_calls()
         ids = without_stop(self._renderer, rollout.response_ids.tolist())
         parsed = self._parsed(ids, prompt_ids, tools)
+
+        def logprobs() -> list[tuple[str, float]]:
+            texts = [self._renderer.decode([one]) for one in ids]
+            return list(zip(texts, rollout.behaviour_logprobs.tolist(), strict=False))
+
         first = int.from_bytes(blake2b(repr((prompt_ids, ids)).encode(), digest_size=8).digest())
         calls = tuple(
             # Nine letters and digits, because some templates refuse other ids.
@@ -82,7 +87,7 @@ class AnswerReader:
             tokens=len(rollout.response_ids),
             prompt_tokens=len(prompt_ids),
             reasoning=self._without_specials(parsed.reasoning),
-            logprobs=partial(self._logprobs, ids, rollout),
+            logprobs=logprobs,
             is_unparsed=bool(tools and not calls and self._opener and self._opener in parsed.text),
         )
 
@@ -98,10 +103,6 @@ class AnswerReader:
         parsed = parsed if tools or not parsed.calls else Parsed(text)
         return parsed._replace(reasoning=parsed.reasoning or reasoning)
 
-    def _logprobs(self, ids: Sequence[int], rollout: Rollout) -> list[tuple[str, float]]:
-        texts = [self._renderer.decode([one]) for one in ids]
-        return list(zip(texts, rollout.behaviour_logprobs.tolist(), strict=False))
-
     def _without_specials(self, text: str) -> str:
         for special in self._renderer.special_texts:
             text = text.replace(special, "")
@@ -115,11 +116,11 @@ def parse_with(tokenizer: Any, name: str) -> Parse:
     """
     from vllm.tool_parsers import ToolParserManager
 
-    names = (*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers)
-    _require("model.tool_parser", name, names)
-    kind = ToolParserManager.get_tool_parser(name)
-    # Some are stubs, which fail at every answer.
-    _tried("model.tool_parser", name, lambda: kind(tokenizer).extract_tool_calls("x", _request()))
+    names = {**ToolParserManager.tool_parsers, **ToolParserManager.lazy_parsers}
+    with _usable("model.tool_parser", name, names):
+        kind = ToolParserManager.get_tool_parser(name)
+        # Some are stubs, which fail at every answer.
+        kind(tokenizer).extract_tool_calls("x", _request())
     # It logs a traceback for each call that is not one, and a policy in training writes many of these.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
@@ -146,20 +147,20 @@ def split_with(tokenizer: Any, name: str) -> Split:
     """
     from vllm.reasoning import ReasoningParserManager
 
-    _require("model.reasoning_parser", name, ReasoningParserManager.list_registered())
-    kind = ReasoningParserManager.get_reasoning_parser(name)
-    parser = _tried("model.reasoning_parser", name, lambda: kind(tokenizer))
-    begin = parser.reasoning_start_str or getattr(parser, "start_token", None)
-    end = parser.reasoning_end_str or getattr(parser, "end_token", None)
-    if not begin or not end:
-        request = _request()
+    request = _request()
 
-        def by_parser(text: str, opening: str) -> tuple[str, str]:
-            reasoning, content = kind(tokenizer).extract_reasoning(text, request)
-            return reasoning or "", content or ""
+    def by_parser(text: str, opening: str) -> tuple[str, str]:
+        reasoning, content = kind(tokenizer).extract_reasoning(text, request)
+        return reasoning or "", content or ""
 
-        _tried("model.reasoning_parser", name, lambda: by_parser("x", ""))
-        return by_parser
+    with _usable("model.reasoning_parser", name, ReasoningParserManager.list_registered()):
+        kind = ReasoningParserManager.get_reasoning_parser(name)
+        parser = kind(tokenizer)
+        begin = parser.reasoning_start_str or getattr(parser, "start_token", None)
+        end = parser.reasoning_end_str or getattr(parser, "end_token", None)
+        if not begin or not end:
+            by_parser("x", "")
+            return by_parser
 
     def split(text: str, opening: str) -> tuple[str, str]:
         before, is_marked, rest = text.partition(begin)
@@ -175,14 +176,13 @@ def split_with(tokenizer: Any, name: str) -> Split:
     return split
 
 
-def _require(key: str, name: str, names: Iterable[str]) -> None:
+@contextmanager
+def _usable(key: str, name: str, names: Collection[str]) -> Iterator[None]:
+    """Raise ConfigError if there is no parser `name`, or it fails in the body, which tries it."""
     if name not in names:
         raise ConfigError(f"{key}: vLLM has no parser `{name}`; it has {', '.join(sorted(set(names)))}")
-
-
-def _tried(key: str, name: str, attempt: Callable[[], Any]) -> Any:
     try:
-        return attempt()
+        yield
     except Exception as error:
         text = f"{key}: {name} cannot be used on text of this tokenizer ({error}); name another parser"
         raise ConfigError(text) from error

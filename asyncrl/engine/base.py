@@ -93,23 +93,20 @@ class Bookkeeping:
     """What every engine notes: its weights, its updates and their pauses, and the tokens that it sampled."""
 
     def __init__(self) -> None:
-        self._weights = Weights(0)
+        self.weights = Weights(0)
         self._updates = 0  # begun: the salt
         self._received: Any = None  # what the update under way has brought
+        self._running: dict[Any, int] = {}  # requests, and how many responses each has
         self._sampled_tokens = 0
         self._paused_since_s: float | None = None
         self._paused_s = 0.0
-
-    @property
-    def weights(self) -> Weights:
-        return self._weights
 
     @property
     def salt(self) -> str:
         return str(self._updates)
 
     async def begin_update(self) -> None:
-        self._weights, self._received = Weights(-1), None
+        self.weights, self._received = Weights(-1), None
         self._updates += 1
         if self._paused_since_s is None:  # otherwise an update has failed, and its pause goes on
             self._paused_since_s = time.monotonic()
@@ -120,18 +117,20 @@ class Bookkeeping:
         if self._paused_since_s is None or self._received is None:
             raise EngineError(f"finish_update({weights}): no weights were received")
         yield
-        self._weights = weights
+        self.weights = weights
         self._paused_s += time.monotonic() - self._paused_since_s
         self._paused_since_s = None
 
     def distrust(self) -> None:
         pass
 
-    def counters(self, running: int) -> EngineStats:
-        """Return `stats` of an engine with so many running requests."""
+    def stats(self) -> EngineStats:
         pausing_s = 0.0 if self._paused_since_s is None else time.monotonic() - self._paused_since_s
-        paused_s = self._paused_s + pausing_s
-        return EngineStats(sampled_tokens=self._sampled_tokens, running_requests=running, paused_s=paused_s)
+        return EngineStats(
+            sampled_tokens=self._sampled_tokens,
+            running_requests=sum(self._running.values()),
+            paused_s=self._paused_s + pausing_s,
+        )
 
 
 class Engine(Protocol):

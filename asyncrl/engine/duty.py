@@ -1,15 +1,64 @@
-"""How many episodes a generator holds: while one waits for its environment, another one samples."""
+"""How a generator spends its time, and how many episodes it holds: while one waits, another one samples."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.engine.base import Engine
-from asyncrl.engine.clock import Clock
 
 WINDOW_S = 60.0
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds up to the last `settle`, and what is going on now."""
+
+    busy_s: float = 0.0  # at least one group was being sampled
+    stalled_s: float = 0.0  # the engine was paused for weights, or all that could start waits for newer ones
+    sampling: int = 0  # groups
+    waiting: int = 0  # tickets that wait for newer weights
+    episodes: int = 0  # of these groups; a single response counts as one
+    _paused: bool = False
+    _since_s: float = field(default_factory=time.monotonic)
+
+    def settle(self) -> None:
+        """Count the time since the last call."""
+        now_s = time.monotonic()
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        self.busy_s += elapsed_s * (self.sampling > 0)
+        self.stalled_s += elapsed_s * (self._paused or (self.waiting > 0 and self.sampling == 0))
+
+    def pause(self, paused: bool) -> None:
+        """The engine is paused for weights, or it no longer is."""
+        self.settle()
+        self._paused = paused
+
+    @contextmanager
+    def group(self, episodes: int) -> Iterator[None]:
+        """One more group, of this many episodes or single responses, is sampled during the body."""
+        self.settle()
+        self.sampling += 1
+        self.episodes += episodes
+        try:
+            yield
+        finally:
+            self.settle()
+            self.sampling -= 1
+            self.episodes -= episodes
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """One more ticket waits for weights during the body."""
+        self.settle()
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.settle()
+            self.waiting -= 1
 
 
 class _Mark(NamedTuple):
@@ -60,18 +109,14 @@ class Duty:
         self._marks.append(_Mark(now_s, last.sampling_s + sampling_s, last.episode_s + episode_s))
         while self._marks[0].at_s < now_s - WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
-        most_held = max(self.most_held, self.max_running)
-        return int(self.max_running / max(self._sure_share(), self.max_running / most_held)) - held
-
-    def _sure_share(self) -> float:
-        """The duty if episodes sampled in the part of a minute of full slots that was not played yet.
-
-        So the number of episodes grows over a minute. If it grew suddenly, they would all wait at the same
-        time, and then all want to sample at the same time.
-        """
+        # The duty if episodes sampled in the part of a minute of full slots that was not played yet. So the
+        # number of episodes grows over a minute. If it grew suddenly, they would all wait at the same time,
+        # and then all want to sample at the same time.
         sampling_s, played_s = self._measured()
         unplayed_s = max(0.0, self.max_running * WINDOW_S - played_s)
-        return min((sampling_s + unplayed_s) / (played_s + unplayed_s), 1.0)
+        sure = min((sampling_s + unplayed_s) / (played_s + unplayed_s), 1.0)
+        most_held = max(self.most_held, self.max_running)
+        return int(self.max_running / max(sure, self.max_running / most_held)) - held
 
     def _measured(self) -> tuple[float, float]:
         """Return the seconds of requests and of episodes in the window."""

@@ -5,46 +5,30 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from asyncrl.algo.ranges import MOST_SEQUENCES
-from asyncrl.algo.trainable import GroupLimits, trainable
-from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.engine.base import Engine, SamplingSpec
-from asyncrl.engine.clock import Clock
-from asyncrl.engine.sampler import finished_version, with_judgements
+from asyncrl.engine.duty import Clock
+from asyncrl.engine.sampler import Episode, Scoring
 from asyncrl.engine.talk import Budget, Read, SessionTalk
 from asyncrl.environments.base import Answer, Environment, Message, Outcome
-from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
-from asyncrl.rewards.base import ABSTAINED, EPISODE_COLUMNS, RewardInput, Score, Scorer
+from asyncrl.errors import EnvironmentFault, RewardError, ungrouped
+from asyncrl.rewards.base import EPISODE_COLUMNS, RewardInput, Scorer
 from asyncrl.session.base import Renderer, without_stop
 from asyncrl.session.tree import Session
-from asyncrl.types import Group, Prompt, Rollout, Turns
+from asyncrl.types import Prompt
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
 log = logging.getLogger(__name__)
 
 # Limit for ending a killed episode; multiple of `step_s` for an environment to end and score a late episode.
 END_S, LAST_STEPS = 10.0, 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Episode:
-    """One run of the environment."""
-
-    rollouts: tuple[Rollout, ...]  # a sequence for each branch of the conversation
-    outcome: Outcome
-    messages: Sequence[Message]
-    response: str  # the last answer
-    raw_response: Callable[[], str]  # its text with special tokens, calls and reasoning
-    token_ids: Sequence[int]  # of the conversation that it ends
-    turns: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class EpisodeFailed(RewardError):
@@ -57,11 +41,11 @@ class EpisodeFailed(RewardError):
 
 
 @dataclass(eq=False)
-class EpisodeSampler:
+class EpisodeSampler(Scoring):
     """Plays and scores whole groups of episodes, in which environment and model act in turn."""
 
     engine: Engine
-    scorer: Scorer | None  # without one, the reward is the environment's
+    scorer: Scorer | None
     environment: Environment
     config: EnvironmentConfig
     _: KW_ONLY
@@ -76,15 +60,14 @@ class EpisodeSampler:
     clock: Clock = field(init=False, default_factory=Clock)
     faults: Counter[str] = field(init=False, default_factory=Counter)
 
-    async def group(
-        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
-    ) -> Group:
-        started_s, size = time.monotonic(), limits.rollouts
+    async def sampled(
+        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, specs: Sequence[SamplingSpec]
+    ) -> tuple[Sequence[Episode], Mapping[str, Any]]:
+        size = limits.rollouts
         # A held-out prompt has the same seed in all evaluations, which can then be compared.
         seed = group_seed(self.seed, ticket_id if prompt.held_out is None else -1 - prompt.held_out)
         # An episode is cut off when it would begin another sequence: each group fits a frame.
         most = max(1, min(MOST_SEQUENCES, MAX_ROLLOUTS // size))
-        specs = [spec] * size + [replace(spec, temperature=0.0)] * greedy
         # Statistics of whole groups need all episodes, and the advantage that asks for it the greedy one.
         most_missing = 0 if limits.whole else min(self.most_missing, size - 1)
         missing: Counter[str] = Counter()
@@ -102,30 +85,8 @@ class EpisodeSampler:
         with self.clock.group(len(specs)), ungrouped():
             async with asyncio.TaskGroup() as tasks:
                 playing = [tasks.create_task(play(index, one)) for index, one in enumerate(specs)]
-        episodes = [episode for task in playing if (episode := task.result()) is not None]
-        size -= missing.total()
-        sampled_s = time.monotonic()
-        unscored = _flattened(episodes)
-        group = Group(
-            ticket_id=ticket_id,
-            generator_id=self.generator_id,
-            finished_version=finished_version(self.engine, unscored["rollouts"]),
-            sampling_s=sampled_s - started_s,
-            missing=missing,
-            **unscored,
-        )
-        # A greedy rollout has no columns of what was sampled.
-        required = () if greedy else limits.required
-        if reason := trainable(group, replace(limits, rollouts=size + greedy, required=required)):
-            raise ResultError(f"the episodes are untrainable: {reason}")
-        scored, scores = await self._scored(prompt, episodes)
-        return replace(
-            group,
-            **_flattened(scored[:size]),
-            recorded=with_judgements(group, scores[:size]),
-            reward_s=time.monotonic() - sampled_s,
-            greedy_reward=scored[size].rollouts[0].reward if greedy else None,
-        )
+        played = [episode for task in playing if (episode := task.result()) is not None]
+        return played, {"missing": missing}
 
     async def play(
         self, prompt: Prompt, spec: SamplingSpec, *, sequences: int = MOST_SEQUENCES, seed: int, episode: int
@@ -180,16 +141,25 @@ class EpisodeSampler:
             found = "the episode ended by itself, the environment gave no reward, and reward.functions is []"
             raise EnvironmentFault(f"{found}; give a reward, or name a function", reason="returned")
         last_ids = talk.last.sampled_ids.tolist() if talk.last else []
+        result = {"reward": outcome.reward, "parts": dict(outcome.parts), "metrics": dict(outcome.metrics)}
+        asked = RewardInput(
+            prompt=prompt.text,
+            response=talk.response,
+            raw_response=partial(self.renderer.decode, without_stop(self.renderer, last_ids)),
+            row=prompt.row,
+            chat=prompt.chat,
+            played=dict(zip(EPISODE_COLUMNS, ([*talk.transcript], len(session.turns), result), strict=True)),
+            truncated=outcome.finish_reason != "stop",
+            response_tokens=sum(one.actions for one in rollouts),
+            token_ids=talk.last.ids if talk.last else (),
+        )
         counts = {f"chat/{name}": float(count) for name, count in session.counts.items()}
         played_s = time.monotonic() - began_s
         return Episode(
             rollouts=tuple(replace(one, finish_reason=outcome.finish_reason) for one in rollouts),
-            outcome=outcome,
-            messages=talk.transcript,
-            response=talk.response,
-            raw_response=partial(self.renderer.decode, without_stop(self.renderer, last_ids)),
-            token_ids=talk.last.ids if talk.last else (),
-            turns=len(session.turns),
+            reward=outcome.reward,
+            weight=config.weight,
+            asked=lambda: asked,
             metrics={
                 **counts,
                 **outcome.metrics,
@@ -226,38 +196,6 @@ class EpisodeSampler:
             advice = "raise environment.episode_s, or bound what the environment waits for"
             raise EnvironmentFault(f"{found}; {advice}", reason="hung")
         return Outcome(finish_reason="time")
-
-    async def _scored(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[list[Episode], list[Score]]:
-        scores = [Score(total=0.0, parts={})] * len(episodes)
-        if self.scorer is not None:
-            scores = await self.scorer.score([_reward_input(prompt, episode) for episode in episodes])
-        scored = [self._with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
-        return scored, scores
-
-    def _with_score(self, episode: Episode, score: Score) -> Episode:
-        total, parts, own = score.total, dict(score.parts), episode.outcome.reward
-        if own is None and self.scorer is not None and not parts:
-            raise RewardError(ABSTAINED)
-        if own is not None:
-            total, parts[ENVIRONMENT_PART] = total + self.config.weight * own, own
-        rollouts = tuple(
-            replace(
-                one,
-                reward=total,
-                reward_parts=parts,
-                answer=score.answer,
-                turns=_weighted(one.turns, self.config.weight),
-            )
-            for one in episode.rollouts
-        )
-        return replace(episode, rollouts=rollouts)
-
-
-def _weighted(turns: Turns | None, weight: float) -> Turns | None:
-    """Scale the rewards of turns like the environment's reward, of which they are a part."""
-    if turns is None or turns.rewards is None:
-        return turns
-    return replace(turns, rewards=turns.rewards * np.float32(weight))
 
 
 def group_seed(run_seed: int, ticket_id: int) -> int:
@@ -299,35 +237,3 @@ class _Listener:
         raise _Heard(text)
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None: ...
-
-
-def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
-    outcome = episode.outcome
-    result = {"reward": outcome.reward, "parts": dict(outcome.parts), "metrics": dict(outcome.metrics)}
-    return RewardInput(
-        prompt=prompt.text,
-        response=episode.response,
-        raw_response=episode.raw_response,
-        row=prompt.row,
-        chat=prompt.chat,
-        played=dict(zip(EPISODE_COLUMNS, (list(episode.messages), episode.turns, result), strict=True)),
-        truncated=outcome.finish_reason != "stop",
-        response_tokens=sum(one.actions for one in episode.rollouts),
-        token_ids=episode.token_ids,
-    )
-
-
-def _flattened(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """The columns of a group that depend on its episodes."""
-    names = dict.fromkeys(name for episode in episodes for name in episode.metrics)
-    counts = [len(episode.rollouts) for episode in episodes]
-    return {
-        "rollouts": tuple(rollout for episode in episodes for rollout in episode.rollouts),
-        "episode_of": np.repeat(np.arange(len(episodes), dtype=np.int32), counts)
-        if max(counts) > 1
-        else None,
-        "episode_metrics": {
-            name: np.array([episode.metrics.get(name, np.nan) for episode in episodes], dtype=np.float32)
-            for name in names
-        },
-    }

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.base import Bookkeeping, EngineStats, SamplingSpec, aborted
+from asyncrl.engine.base import Bookkeeping, SamplingSpec, aborted
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout, version_spans
@@ -52,14 +52,16 @@ class FakeEngine(Bookkeeping):
         self._logits = logits_of(0, vocabulary) if logits is None else np.array(logits, dtype=np.float32)
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._running: dict[asyncio.Task[list[Rollout]], int] = {}
         self._dead = False
 
     async def sample(
         self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, **_: object
     ) -> list[Rollout]:
+        async def respond() -> list[Rollout]:
+            return await asyncio.gather(*(self._respond(prompt_ids, spec) for _ in range(count)))
+
         self._require_alive()  # `salt` and `images` have no effect: nothing is cached or seen
-        task = asyncio.ensure_future(self._sample(prompt_ids, count, spec))
+        task = asyncio.create_task(respond())
         self._running[task] = count
         task.add_done_callback(self._running.pop)
         try:
@@ -71,9 +73,6 @@ class FakeEngine(Bookkeeping):
             raise aborted()
         return task.result()
 
-    async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
-        return list(await asyncio.gather(*(self._respond(prompt_ids, spec) for _ in range(count))))
-
     async def _respond(self, prompt_ids: Sequence[int], spec: SamplingSpec) -> Rollout:
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -82,10 +81,13 @@ class FakeEngine(Bookkeeping):
         while len(tokens) < spec.max_response_tokens and (is_table or EOS not in tokens[-1:]):
             await asyncio.sleep(self._token_s)
             await self._resumed.wait()
-            token, logprob = self._draw((tokens or prompt_ids)[-1], spec.temperature)
-            tokens.append(token)
-            logprobs.append(logprob)
-            sampled_by.append(self._weights)
+            logits = self._row((tokens or prompt_ids)[-1])
+            logprobs_V = logprobs_of(logits, spec.temperature or 1.0)
+            is_greedy = spec.temperature == 0
+            drawn = logits if is_greedy else logprobs_V + self._random.gumbel(size=self._vocabulary)
+            tokens.append(int(drawn.argmax()))
+            logprobs.append(float(logprobs_V[tokens[-1]]))
+            sampled_by.append(self.weights)
             self._sampled_tokens += 1
         return Rollout(
             prompt_ids=np.array(prompt_ids, dtype=np.int32),
@@ -95,15 +97,6 @@ class FakeEngine(Bookkeeping):
             version_spans=version_spans(sampled_by),
             finish_reason="stop" if is_table or tokens[-1:] == [EOS] else "length",
         )
-
-    def _draw(self, last: int, temperature: float) -> tuple[int, float]:
-        logits = self._row(last)
-        if temperature == 0:
-            token = int(logits.argmax())
-            return token, float(logprobs_of(logits)[token])
-        logprobs = logprobs_of(logits, temperature)
-        token = int((logprobs + self._random.gumbel(size=self._vocabulary)).argmax())
-        return token, float(logprobs[token])
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         self._require_alive()
@@ -157,9 +150,6 @@ class FakeEngine(Bookkeeping):
 
     async def progress(self) -> None:
         self._require_alive()
-
-    def stats(self) -> EngineStats:
-        return self.counters(sum(self._running.values()))
 
     async def close(self) -> None:
         await self.abort_requests()

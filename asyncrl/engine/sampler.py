@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 
 from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.columns import TEACHER
-from asyncrl.engine.base import Engine, PromptImages, SamplingSpec
-from asyncrl.engine.clock import Clock
+from asyncrl.config.environment_section import ENVIRONMENT_PART
+from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.duty import Clock
 from asyncrl.errors import ResultError, RewardError, ungrouped
 from asyncrl.rewards.base import ABSTAINED, Question, RewardInput, Score, Scorer, judgements_json, unreadable
 from asyncrl.types import Group, Prompt, Rollout
@@ -38,20 +40,6 @@ class GroupSampler(Protocol):
         """
 
 
-def finished_version(engine: Engine, rollouts: Iterable[Rollout]) -> int:
-    """The generator's version when the last token was sampled.
-
-    If the engine is dirty by now, its version is -1, and the newest token's version counts.
-    """
-    return max(engine.weights.version, *(span.version for one in rollouts for span in one.version_spans))
-
-
-def with_judgements(group: Group, scores: Sequence[Score]) -> Mapping[str, NDArray[Any]]:
-    """Return the recorded columns of the group, and what judges said about its episodes."""
-    said = judgements_json(scores)
-    return {**group.recorded, "judgements": np.frombuffer(said, np.uint8)} if said else group.recorded
-
-
 class TaskSampler:
     """Leaves each prompt to the sampler of its task; all have one clock and one set of counters."""
 
@@ -69,8 +57,105 @@ class TaskSampler:
         return await self._samplers[prompt.task].group(prompt, ticket_id, limits, spec, greedy=greedy)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Episode:
+    """One run of the environment, or a single response."""
+
+    rollouts: tuple[Rollout, ...]  # a sequence for each branch of the conversation
+    asked: Callable[[], RewardInput]  # what the reward functions are asked about: the last answer
+    reward: float | None = None  # the environment's own, of which the rewards of turns are a part
+    weight: float = 1.0  # of this reward
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Scoring(ABC):
+    """Makes groups of the episodes that a subclass samples: checks and scores them."""
+
+    engine: Engine
+    scorer: Scorer | None  # without one, the reward is the environment's
+    generator_id: str
+
+    @abstractmethod
+    async def sampled(
+        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, specs: Sequence[SamplingSpec]
+    ) -> tuple[Sequence[Episode], Mapping[str, Any]]:
+        """Return an unscored episode for each spec, except failed ones, and further columns of `Group`."""
+
+    async def group(
+        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
+    ) -> Group:
+        started_s = time.monotonic()
+        specs = [spec] * limits.rollouts + [replace(spec, temperature=0.0)] * greedy
+        episodes, columns = await self.sampled(prompt, ticket_id, limits, specs)
+        sampled_s, size = time.monotonic(), len(episodes) - greedy
+        unscored = _flattened(episodes)
+        versions = (span.version for one in unscored["rollouts"] for span in one.version_spans)
+        group = Group(
+            ticket_id=ticket_id,
+            generator_id=self.generator_id,
+            # If the engine is dirty by now, its version is -1, and the newest token's version counts.
+            finished_version=max(self.engine.weights.version, *versions),
+            sampling_s=sampled_s - started_s,
+            **unscored,
+            **columns,
+        )
+        # A greedy rollout has no columns of what was sampled.
+        required = () if greedy else limits.required
+        if reason := trainable(group, replace(limits, rollouts=len(episodes), required=required)):
+            raise ResultError(f"the sampled group is untrainable: {reason}")
+        scored, scores = await self._scored(episodes)
+        return replace(
+            group,
+            **_flattened(scored[:size]),
+            recorded=with_judgements(group, scores[:size]),
+            reward_s=time.monotonic() - sampled_s,
+            greedy_reward=scored[size].rollouts[0].reward if greedy else None,
+        )
+
+    async def _scored(self, episodes: Sequence[Episode]) -> tuple[list[Episode], list[Score]]:
+        scored = list[Episode]()
+        scores = [Score(total=0.0, parts={})] * len(episodes)
+        if self.scorer is not None:
+            scores = await self.scorer.score([episode.asked() for episode in episodes])
+        for episode, score in zip(episodes, scores, strict=True):
+            total, parts, own = score.total, dict(score.parts), episode.reward
+            if own is None and self.scorer is not None and not parts:
+                raise RewardError(ABSTAINED)
+            if own is not None:
+                total, parts[ENVIRONMENT_PART] = total + episode.weight * own, own
+            rollouts = []
+            for one in episode.rollouts:
+                turns = one.turns
+                if turns is not None and turns.rewards is not None:
+                    turns = replace(turns, rewards=turns.rewards * np.float32(episode.weight))
+                given = replace(one, reward=total, reward_parts=parts, answer=score.answer, turns=turns)
+                rollouts.append(given)
+            scored.append(replace(episode, rollouts=tuple(rollouts)))
+        return scored, scores
+
+
+def _flattened(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """The columns of a group that depend on its episodes."""
+    names = dict.fromkeys(name for episode in episodes for name in episode.metrics)
+    counts = [len(episode.rollouts) for episode in episodes]
+    return {
+        "rollouts": tuple(rollout for episode in episodes for rollout in episode.rollouts),
+        "episode_of": np.repeat(np.arange(len(counts), dtype=np.int32), counts) if max(counts) > 1 else None,
+        "episode_metrics": {
+            name: np.array([episode.metrics.get(name, np.nan) for episode in episodes], dtype=np.float32)
+            for name in names
+        },
+    }
+
+
+def with_judgements(group: Group, scores: Sequence[Score]) -> Mapping[str, NDArray[Any]]:
+    """Return the recorded columns of the group, and what judges said about its episodes."""
+    said = judgements_json(scores)
+    return {**group.recorded, "judgements": np.frombuffer(said, np.uint8)} if said else group.recorded
+
+
 @dataclass(eq=False)
-class Sampler:
+class Sampler(Scoring):
     """Samples and scores whole groups of single responses."""
 
     engine: Engine
@@ -82,50 +167,19 @@ class Sampler:
     clock: Clock = field(init=False, default_factory=Clock)
     faults: Counter[str] = field(init=False, default_factory=Counter)  # stays empty
 
-    async def group(
-        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
-    ) -> Group:
-        started_s, size = time.monotonic(), limits.rollouts
+    async def sampled(
+        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, specs: Sequence[SamplingSpec]
+    ) -> tuple[Sequence[Episode], Mapping[str, Any]]:
         images = await asyncio.to_thread(prompt.images) if prompt.images else None
-        with self.clock.group(size + greedy):
-            rollouts = await self._sample(
-                prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)], images
-            )
-        sampled_s = time.monotonic()
-        group = Group(
-            ticket_id=ticket_id,
-            rollouts=tuple(rollouts),
-            generator_id=self.generator_id,
-            finished_version=finished_version(self.engine, rollouts),
-            sampling_s=sampled_s - started_s,
-            recorded={"image_digests": images.digests} if images else {},
-        )
-        # A greedy rollout has no columns of what was sampled.
-        required = () if greedy else limits.required
-        if reason := trainable(group, replace(limits, rollouts=size + greedy, required=required)):
-            raise ResultError(f"the engine's rollouts are untrainable: {reason}")
-        scored, scores = await self._score(prompt, rollouts)
-        return replace(
-            group,
-            rollouts=scored[:size],
-            recorded=with_judgements(group, scores[:size]),
-            reward_s=time.monotonic() - sampled_s,
-            greedy_reward=scored[size].reward if greedy else None,
-        )
-
-    async def _sample(
-        self,
-        prompt_ids: Sequence[int],
-        requests: Sequence[tuple[int, SamplingSpec]],
-        images: PromptImages | None,
-    ) -> list[Rollout]:
-        """The rollouts of all requests, which run concurrently; the first failure cancels the others."""
+        requests = [(limits.rollouts, specs[0]), *((1, one) for one in specs[limits.rollouts :])]
+        # They run concurrently; the first failure cancels the others.
         tasks = [
-            asyncio.create_task(self.engine.sample(prompt_ids, count, spec, images=images))
+            asyncio.create_task(self.engine.sample(prompt.token_ids, count, spec, images=images))
             for count, spec in requests
         ]
         try:
-            answers = await asyncio.gather(*tasks)
+            with self.clock.group(len(specs)):
+                answers = await asyncio.gather(*tasks)
         except ValueError as error:  # the columns of a rollout differ in length
             raise ResultError(str(error)) from error
         finally:
@@ -134,33 +188,25 @@ class Sampler:
         for (count, _), rollouts in zip(requests, answers, strict=True):
             if len(rollouts) != count:
                 raise ResultError(f"the engine gave {len(rollouts)} responses where {count} were asked for")
-        return [rollout for rollouts in answers for rollout in rollouts]
-
-    async def _score(
-        self, prompt: Prompt, rollouts: Sequence[Rollout]
-    ) -> tuple[tuple[Rollout, ...], list[Score]]:
-        all_ids = [rollout.response_ids.tolist() for rollout in rollouts]
-        inputs = [
-            RewardInput(
-                prompt=prompt.text,
-                response=self.decode(ids),
-                raw_response=partial(self.decode, ids, raw=True),
-                row=prompt.row,
-                chat=prompt.chat,
-                truncated=rollout.truncated,
-                response_tokens=len(ids),
-                token_ids=[*prompt.token_ids, *ids],
-            )
-            for rollout, ids in zip(rollouts, all_ids, strict=True)
+        episodes = [
+            Episode(rollouts=(one,), asked=partial(self._asked, prompt, one))
+            for rollouts in answers
+            for one in rollouts
         ]
-        scores = await self.scorer.score(inputs)
-        if not all(score.parts for score in scores):
-            raise RewardError(ABSTAINED)
-        rewarded = tuple(
-            replace(rollout, reward=score.total, reward_parts=score.parts, answer=score.answer)
-            for rollout, score in zip(rollouts, scores, strict=True)
+        return episodes, {"recorded": {"image_digests": images.digests}} if images else {}
+
+    def _asked(self, prompt: Prompt, rollout: Rollout) -> RewardInput:
+        ids = rollout.response_ids.tolist()
+        return RewardInput(
+            prompt=prompt.text,
+            response=self.decode(ids),
+            raw_response=partial(self.decode, ids, raw=True),
+            row=prompt.row,
+            chat=prompt.chat,
+            truncated=rollout.truncated,
+            response_tokens=len(ids),
+            token_ids=[*prompt.token_ids, *ids],
         )
-        return rewarded, scores
 
 
 Ask = Callable[[Question], Awaitable[tuple[Any, str]]]

@@ -35,11 +35,8 @@ class SessionTalk:
     def __init__(
         self, session: Session, engine: Engine, spec: SamplingSpec, read: Read, budget: Budget
     ) -> None:
-        self._session = session
-        self._engine = engine
-        self._spec = spec
-        self._read = read
-        self._budget = budget
+        self._session, self._engine, self._spec = session, engine, spec
+        self._read, self._budget = read, budget
         self._salt = engine.salt  # of the episode's start, so that no update costs a prefill of the history
         self._running: set[asyncio.Task[list[Rollout]]] = set()
         self._started = 0  # turns
@@ -67,8 +64,7 @@ class SessionTalk:
     ) -> Answer:
         with _usable("messages"):
             request = self._session.request(messages, tools=tools)
-        spec = self._limited(max_tokens, stop)
-        answer, turn = await self._turn(request, tools if calls_tools else (), spec, stop, train)
+        answer, turn = await self._turn(request, tools if calls_tools else (), max_tokens, stop, train)
         if train and turn.said:
             self.transcript = list(turn.said.messages)
         return answer
@@ -78,7 +74,7 @@ class SessionTalk:
     ) -> Answer:
         with _usable("text"):
             request = self._session.request_text(text)
-        answer, _ = await self._turn(request, (), self._limited(max_tokens, stop), stop, train)
+        answer, _ = await self._turn(request, (), max_tokens, stop, train)
         self.transcript += [{"role": "user", "content": text}, answer.message]
         return answer
 
@@ -96,30 +92,39 @@ class SessionTalk:
         for task in self._running:
             task.cancel()
 
-    def _limited(self, max_tokens: int | None, stop: Sequence[str]) -> SamplingSpec:
-        """How one turn is sampled: neither limit changes the probability of a token."""
-        longest = min(max_tokens or sys.maxsize, self._budget.max_response_tokens)
-        return replace(self._spec, max_response_tokens=longest, stop=(*self._spec.stop, *stop))
-
     async def _turn(
-        self, request: Request, tools: Sequence[Message], spec: SamplingSpec, stop: Sequence[str], train: bool
+        self,
+        request: Request,
+        tools: Sequence[Message],
+        max_tokens: int | None,
+        stop: Sequence[str],
+        train: bool,
     ) -> tuple[Answer, Turn]:
-        room = await self._room(request, spec.max_response_tokens)
+        ends = (*self._spec.stop, *stop)
+        room = await self._room(request, min(max_tokens or sys.maxsize, self._budget.max_response_tokens))
+        # Neither limit changes the probability of a token.
+        spec = replace(self._spec, max_response_tokens=room, stop=ends)
         added = len(request.delta_ids) if request.parent else 0
         self._reserved += room + added
         self._started += 1
         try:
-            rollout = await self._sample(request.prompt_ids, replace(spec, max_response_tokens=room))
+            rollout = await self._sample(request.prompt_ids, spec)
             self._spent += len(rollout.response_ids) + added
         finally:
             self._reserved -= room + added
             self._changed.set()
             self._changed = asyncio.Event()
         try:
-            answer = _cut(self._read(request.prompt_ids, rollout, tools), stop)
+            answer = self._read(request.prompt_ids, rollout, tools)
         except ConfigError as error:  # only this row may have tools, which nothing parses
             raise EnvironmentFault(str(error), reason="start") from error
         self.unparsed += answer.is_unparsed
+        # The ids of the text that ends an answer were sampled, and stay.
+        place, text = min(
+            ((answer.text.find(one), one) for one in stop if one in answer.text), default=(0, "")
+        )
+        if text:
+            answer = replace(answer, text=answer.text[:place], stop=text)
         try:
             turn = self._session.record(request, rollout, answer.message, train=train)
         except (ValueError, RecursionError) as error:
@@ -188,12 +193,6 @@ class SessionTalk:
             self.error = error
             raise
         return rollout
-
-
-def _cut(answer: Answer, stop: Sequence[str]) -> Answer:
-    """The answer up to the first text that ends it; the ids of that text were sampled, and stay."""
-    place, text = min(((answer.text.find(one), one) for one in stop if one in answer.text), default=(0, ""))
-    return replace(answer, text=answer.text[:place], stop=text) if text else answer
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, generation
 from asyncrl.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
 from asyncrl.engine import base
-from asyncrl.engine.base import Bookkeeping, Device, EngineStats, PromptImages, SamplingSpec, aborted
+from asyncrl.engine.base import Bookkeeping, Device, PromptImages, SamplingSpec, aborted
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
@@ -94,6 +94,7 @@ class _Request:
         self.prompt_ids, self.count, self.spec = prompt_ids, count, spec
         self.inputs = images.inputs(count) if images is not None else {}
         self.is_aborted = False
+        self.rollouts: asyncio.Future[list[Rollout]]
         self.sampled_by: list[Weights] = []
         self._engine = engine
         self._logprobs_BV: Tensor | None = None  # of the token to sample next
@@ -135,7 +136,7 @@ class _Request:
         self._lengths_B[ended_B & (self._lengths_B == 0)] = response_BT.shape[1]
         return (self._lengths_B > 0).to(ids_BN.device)
 
-    def rollouts(self, ids_BN: Tensor, choices: Sequence[Tensor]) -> list[Rollout]:
+    def result(self, ids_BN: Tensor, choices: Sequence[Tensor]) -> list[Rollout]:
         """Return the result, from all that `generate` returns and that routers have chosen meanwhile."""
         self._note(ids_BN)
         experts_BNLK = (
@@ -143,28 +144,26 @@ class _Request:
         )
         response_BT = ids_BN[:, len(self.prompt_ids) :].cpu().numpy().astype(np.int32)
         logprobs_BT = torch.stack(self._logprobs, dim=1).numpy()
-        lengths = [int(length) or response_BT.shape[1] for length in self._lengths_B]
-        return [
-            Rollout(
+        rollouts = []
+        for row, ended in enumerate(self._lengths_B.tolist()):
+            length = ended or response_BT.shape[1]
+            recorded: dict[str, NDArray[Any]] = {}
+            if experts_BNLK is not None:
+                recorded[EXPERTS] = experts_BNLK[row, : len(self.prompt_ids) + length]
+            if kept := [rows[row] for rows in self._kept[:length]]:
+                recorded[KEPT_COUNTS] = np.array([len(ids) for ids in kept], dtype=np.int32)
+                recorded[KEPT_IDS] = np.concatenate(kept)
+            rollout = Rollout(
                 prompt_ids=np.array(self.prompt_ids, dtype=np.int32),
                 response_ids=response_BT[row, :length],
                 action_mask=np.ones(length, dtype=np.bool_),
                 behaviour_logprobs=logprobs_BT[row, :length],
                 version_spans=version_spans(self.sampled_by[:length]),
-                finish_reason="stop" if self._lengths_B[row] else "length",
-                recorded=self._recorded(row, length, experts_BNLK),
+                finish_reason="stop" if ended else "length",
+                recorded=recorded,
             )
-            for row, length in enumerate(lengths)
-        ]
-
-    def _recorded(self, row: int, length: int, experts_BNLK: Any) -> dict[str, NDArray[Any]]:
-        found: dict[str, NDArray[Any]] = {}
-        if experts_BNLK is not None:
-            found[EXPERTS] = experts_BNLK[row, : len(self.prompt_ids) + length]
-        if kept := [rows[row] for rows in self._kept[:length]]:
-            found[KEPT_COUNTS] = np.array([len(ids) for ids in kept], dtype=np.int32)
-            found[KEPT_IDS] = np.concatenate(kept)
-        return found
+            rollouts.append(rollout)
+        return rollouts
 
 
 class TransformersEngine(Bookkeeping):
@@ -189,7 +188,6 @@ class TransformersEngine(Bookkeeping):
         # The probe is scored where updates load, so that neither waits for requests, and one for the other.
         self._sampling, self._loading = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.computing_weights = Weights(0)
-        self._running: dict[_Request, asyncio.Future[list[Rollout]]] = {}
 
     @classmethod
     def start(
@@ -235,9 +233,10 @@ class TransformersEngine(Bookkeeping):
     ) -> list[Rollout]:
         # `salt` has no effect: no cache outlives a request.
         request = _Request(self, prompt_ids, count, spec, images)
-        self._running[request] = asyncio.wrap_future(self._sampling.submit(self._generate, request))
+        self._running[request] = count
+        request.rollouts = asyncio.wrap_future(self._sampling.submit(self._generate, request))
         try:
-            rollouts = await self._running[request]
+            rollouts = await request.rollouts
         except _Aborted:
             raise aborted() from None
         except Exception as error:  # code of models raises what it likes, such as IndexError at a position
@@ -271,19 +270,20 @@ class TransformersEngine(Bookkeeping):
                 )
         finally:
             self.gate.leave()
-        return request.rollouts(ids_BN, choices)
+        return request.result(ids_BN, choices)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         if self._paused_since_s is not None:
             raise EngineError("score: the engine is paused for a weight update; finish the update first")
-        return await asyncio.wrap_future(self._loading.submit(self._score, token_ids))
 
-    @torch.no_grad()
-    def _score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        ids_1N = torch.tensor([list(token_ids)], device=self._model.device)
-        logprobs_1NV = self._model(ids_1N).logits[:, :-1].float().log_softmax(-1)
-        scores: NDArray[np.float32] = logprobs_1NV.gather(-1, ids_1N[:, 1:, None])[0, :, 0].cpu().numpy()
-        return scores
+        @torch.no_grad()
+        def score() -> NDArray[np.float32]:
+            ids_1N = torch.tensor([list(token_ids)], device=self._model.device)
+            logprobs_1NV = self._model(ids_1N).logits[:, :-1].float().log_softmax(-1)
+            scores: NDArray[np.float32] = logprobs_1NV.gather(-1, ids_1N[:, 1:, None])[0, :, 0].cpu().numpy()
+            return scores
+
+        return await asyncio.wrap_future(self._loading.submit(score))
 
     async def begin_update(self) -> None:
         await super().begin_update()
@@ -332,7 +332,8 @@ class TransformersEngine(Bookkeeping):
     async def abort_requests(self) -> None:
         for request in self._running:
             self.gate.abort(request)
-        if self._running and (await asyncio.wait(self._running.values(), timeout=self._deadline_s))[1]:
+        awaited = [request.rollouts for request in self._running]
+        if awaited and (await asyncio.wait(awaited, timeout=self._deadline_s))[1]:
             raise self._late("a request")
 
     def _late(self, what: str) -> EngineError:
@@ -347,9 +348,6 @@ class TransformersEngine(Bookkeeping):
         before = passes()
         while self._running and self._paused_since_s is None and passes() == before:
             await asyncio.sleep(_POLL_S)
-
-    def stats(self) -> EngineStats:
-        return self.counters(sum(request.count for request in self._running))
 
     async def close(self) -> None:
         with suppress(EngineError):

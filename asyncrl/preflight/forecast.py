@@ -15,7 +15,7 @@ from asyncrl.hosting.machine import Machine, routing_sizes
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.placement import Placement, placement_of
 from asyncrl.preflight.memory_forecast import Line, Memory
-from asyncrl.rewards.functions import ANSWER_CHARACTERS
+from asyncrl.rewards.forms import ANSWER_CHARACTERS
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import encode_group
 

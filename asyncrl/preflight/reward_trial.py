@@ -22,7 +22,7 @@ from asyncrl.data.prompts import PromptSource, RowRenderer, light_renderer, load
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards import batches
+from asyncrl.rewards import opened as scoring
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.forms import EPISODE_COLUMNS, ground_truth
 from asyncrl.rewards.opened import Rewards
@@ -226,7 +226,7 @@ async def _try_part(
                         tried.answers.append(score.answer)
                     else:
                         tried.abstained.add(index)
-            wait_s = batches.WAIT_S * (rewards.most > 1)
+            wait_s = scoring.WAIT_S * (rewards.most > 1)
             tried.seconds.append(max(0.0, time.perf_counter() - started_s - wait_s))
             if timeouts == TIMEOUTS:
                 tried.untried = len(cases) - call[-1][0] - 1

@@ -16,7 +16,7 @@ from asyncrl.preflight.architectures import architecture_problems, model_problem
 from asyncrl.preflight.definitions import function_problems
 from asyncrl.preflight.outside import absent_names, outside_problems
 from asyncrl.preflight.row_problems import row_problems
-from asyncrl.rewards.pool import sandbox_of
+from asyncrl.rewards.reward_process import reward_sandbox
 
 
 def validated_config(
@@ -71,8 +71,9 @@ def _problems(
         found += kubernetes.problems(config)
     elif is_here:
         found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
-        sandbox = sandbox_of(config.reward, config.run.root)
-        if sandbox and (problem := sandbox.problem()):
+        functions = [one.function for one in config.reward.functions]
+        is_boxed = config.reward.sandbox == "bubblewrap"
+        if is_boxed and (problem := reward_sandbox(functions, config.run.root).problem()):
             found.append(Mistake(("reward.sandbox",), problem))
     if resumes and (config.run.directory.exists() or path.name == "config.yaml"):
         # Heavy libraries, which a first run need not load.

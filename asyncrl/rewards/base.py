@@ -25,7 +25,7 @@ from asyncrl.algo.ranges import MOST_REWARD
 from asyncrl.config.reward_section import RewardFunctionConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.forms import EPISODE_COLUMNS as EPISODE_COLUMNS
-from asyncrl.rewards.functions import checked_reward
+from asyncrl.rewards.forms import checked_reward
 
 # The error if no function scores a response.
 ABSTAINED = (
@@ -60,6 +60,16 @@ class RewardInput:
     def columns(self) -> Mapping[str, Any]:
         """Return the columns of row and episode."""
         return {**self.row, **self.played}
+
+    def measured(self, *, raw: bool) -> dict[str, Any]:
+        """Return the columns with what was measured in place of those of the same names.
+
+        `raw_response`, which costs a second decoding, is only there if it is `raw`.
+        """
+        found = {**self.columns, "truncated": self.truncated, "response_tokens": self.response_tokens}
+        if raw:
+            found["raw_response"] = self.raw_response() if self.raw_response else self.response
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,20 +170,15 @@ def _normal_form(found: Any) -> str:
 
 def boxed(prompt: str, response: str, answer: object) -> tuple[float, str | None]:
     r"""1 if the content of the last `\boxed{}` equals column `answer`, apart from white space."""
-    found, expected = _last_box(response), known(answer)
-    return float(found is not None and found.split() == expected.split()), found
-
-
-def _last_box(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    depth, begin = 1, start + len(_BOXED)
-    for end in range(begin, len(text)):
-        depth += (text[end] == "{") - (text[end] == "}")
+    expected = known(answer)
+    _, _, inside = response.rpartition(_BOXED) if _BOXED in response else ("", "", "")
+    found, depth = None, 1
+    for end, letter in enumerate(inside):
+        depth += (letter == "{") - (letter == "}")
         if not depth:
-            return text[begin:end].strip()
-    return None
+            found = inside[:end].strip()
+            break
+    return float(found is not None and found.split() == expected.split()), found
 
 
 def choice(prompt: str, response: str, answer: str) -> tuple[float, str | None]:

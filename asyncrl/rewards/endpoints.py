@@ -53,12 +53,19 @@ class HttpService:
         # The client of httpx with openai's many connections. openai's own repetitions would not be counted.
         # The address of a redirect was not allowed by anybody.
         self._client = DefaultAsyncHttpxClient(follow_redirects=False, timeout=None, headers=headers)
-        self._limiter = limiter(self._settings.requests_per_minute)
+        self._limiter = _limiter_of(self._settings.requests_per_minute)
 
     def questions(self, one: RewardInput) -> list[Question]:
+        def read(reply: Any) -> tuple[float | None, str]:
+            rewards = reply.get("rewards") if isinstance(reply, dict) else None
+            if not isinstance(rewards, list) or len(rewards) != 1:
+                found = str(reply)[:SHOWN_CHARACTERS]
+                raise unreadable(f'{found}; for one completion it must be {{"rewards": [number]}}')
+            return None if rewards[0] is None else number(rewards[0]), ""
+
         columns = {name: [value] for name, value in one.columns.items()}
         request = {"prompts": [one.prompt], "completions": [one.response], "columns": columns}
-        return [Question(request=request, read=_reward)]
+        return [Question(request=request, read=read)]
 
     async def admit(self, question: Question) -> None:
         if self._limiter is not None:
@@ -123,7 +130,7 @@ class JudgeService:
     async def start(self) -> None:
         await self._model.start()
         if isinstance(self._settings, LlmJudge):
-            self._limiter = limiter(self._settings.tokens_per_minute)
+            self._limiter = _limiter_of(self._settings.tokens_per_minute)
 
     async def admit(self, question: Question) -> None:
         if self._limiter is not None:
@@ -133,37 +140,28 @@ class JudgeService:
         await self._model.admit(question)
 
     def questions(self, one: RewardInput) -> list[Question]:
-        against = self._settings.against
-        if against is None:
-            return self._votes(self._rendered(one, {}), _number)
-        if not isinstance(other := one.columns.get(against), str):
-            raise RewardError(f"compares with column `{against}`, which holds no text: {other!r:.80}")
-        orders: list[tuple[str, str, Callable[[object], float]]] = [(one.response, other, _share)]
-        if self._settings.both_orders:
-            orders.append((other, one.response, lambda found: 1.0 - _share(found)))
-        return [
-            question
-            for order, (first, second, value_of) in enumerate(orders)
-            for question in self._votes(
-                self._rendered(one, {"first": first, "second": second}), value_of, order
-            )
-        ]
-
-    def _rendered(self, one: RewardInput, pair: Mapping[str, str]) -> str:
-        given = {**one.columns, "prompt": one.prompt, "response": one.response, **pair}
-        try:
-            return self._template.render(given)
-        except Exception as error:  # of the expressions in the template
-            raise RewardError(f"cannot render {self._settings.prompt}: {error}") from error
-
-    def _votes(self, prompt: str, value_of: Callable[[object], float], order: int = 0) -> list[Question]:
-        messages = [{"role": "user", "content": prompt}]
-        request = {"messages": messages, **self._fields}
-        read = partial(self._read, value_of)
-        return [
-            Question(request=request, read=read, prompt=prompt, vote=order * self._settings.votes + vote)
-            for vote in range(self._settings.votes)
-        ]
+        settings, against = self._settings, self._settings.against
+        # What the template shows besides, and how a verdict on it is read.
+        shown: list[tuple[Mapping[str, str], Callable[[object], float]]] = [({}, _number)]
+        if against is not None:
+            if not isinstance(other := one.columns.get(against), str):
+                raise RewardError(f"compares with column `{against}`, which holds no text: {other!r:.80}")
+            shown = [({"first": one.response, "second": other}, _share)]
+            if settings.both_orders:
+                swapped = {"first": other, "second": one.response}
+                shown.append((swapped, lambda found: 1.0 - _share(found)))
+        questions: list[Question] = []
+        for pair, value_of in shown:
+            given = {**one.columns, "prompt": one.prompt, "response": one.response, **pair}
+            try:
+                prompt = self._template.render(given)
+            except Exception as error:  # of the expressions in the template
+                raise RewardError(f"cannot render {settings.prompt}: {error}") from error
+            request = {"messages": [{"role": "user", "content": prompt}], **self._fields}
+            read = partial(self._read, value_of)
+            for _ in range(settings.votes):
+                questions.append(Question(request=request, read=read, prompt=prompt, vote=len(questions)))
+        return questions
 
     def _read(self, value_of: Callable[[object], float], reply: Any) -> tuple[float, str]:
         try:
@@ -199,7 +197,7 @@ class JudgeService:
         return found[-1][1]
 
 
-def limiter(rate: int | None) -> "AsyncLimiter | None":
+def _limiter_of(rate: int | None) -> "AsyncLimiter | None":
     """Return what admits amounts of at most `rate` per minute together; None without a rate."""
     if rate is None:
         return None
@@ -238,14 +236,6 @@ def columns_of(judge: Judge) -> frozenset[str]:
     """Return the columns that a judge needs. Raises RewardError."""
     _, columns = _read_template(judge.prompt)
     return columns | {judge.against} if judge.against else columns
-
-
-def _reward(reply: Any) -> tuple[float | None, str]:
-    rewards = reply.get("rewards") if isinstance(reply, dict) else None
-    if not isinstance(rewards, list) or len(rewards) != 1:
-        found = str(reply)[:SHOWN_CHARACTERS]
-        raise unreadable(f'{found}; for one completion it must be {{"rewards": [number]}}')
-    return None if rewards[0] is None else number(rewards[0]), ""
 
 
 def _number(found: object) -> float:

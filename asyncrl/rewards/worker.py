@@ -28,8 +28,7 @@ from asyncrl.errors import RewardError, as_unicode
 from asyncrl.hosting.processes import close_to_others, die_with_parent, join_outputs, restrict
 from asyncrl.hosting.workers import pack, receive
 from asyncrl.plugins import described
-from asyncrl.rewards.forms import Form
-from asyncrl.rewards.functions import Reward, bind, form_for, load_function
+from asyncrl.rewards.forms import Form, Reward, bind, form_for, load_function
 from asyncrl.sandbox.bubblewrap import SCRATCH
 
 MAX_REASON_CHARACTERS = 2000
@@ -41,7 +40,13 @@ SANDBOXED_PID = 1
 def main() -> None:
     """Serve calls until standard input ends."""
     die_with_parent(int(sys.argv[1]))
-    serve(*_take_over_pipes())
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # User code and its children get other descriptors 0 and 1.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    join_outputs()
+    serve(requests, replies)
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -117,16 +122,6 @@ def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:
         return as_unicode(str(error)[:MAX_REASON_CHARACTERS])
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which fails the ticket
         return as_unicode(f"raised {described(error)}"[:MAX_REASON_CHARACTERS])
-
-
-def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The worker's ends of the pipes. Descriptors 0 and 1 are redirected for user code and its children."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    join_outputs()
-    return requests, replies
 
 
 if __name__ == "__main__":

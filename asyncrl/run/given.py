@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.data.row_files import with_sparse_messages
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.files import make_directory, replace_text
-from asyncrl.rewards.functions import form_for
+from asyncrl.rewards.forms import form_for
 from asyncrl.run.directory import RunDirectory, needing
 
 # A list of dictionaries, or a `datasets.Dataset`.

@@ -36,7 +36,7 @@ GENERATOR = {
     "before staging": "weights.staging:HostStaging.stage:start",
     "staged": "weights.staging:HostStaging.stage:end",
     "paused": f"{_VLLM}.begin_update:end",
-    "loaded": f"{_VLLM}._receive:end",
+    "loaded": f"{_VLLM}.receive:end",
     "sampling again, before the probe": f"{_VLLM}.finish_update:end",
     "probed, not reported": "weights.agreement:Agreement.judge:end",
 }

@@ -190,7 +190,7 @@ def test_an_agent_of_a_library_is_recorded_as_it_was_sampled(tmp_path, monkeypat
             await environment.close()
 
     episode = asyncio.run(run())
-    assert (episode.outcome.finish_reason, episode.outcome.reward) == ("stop", 1.0)
+    assert (episode.rollouts[0].finish_reason, episode.reward) == ("stop", 1.0)
     expected = {
         "model_calls": 3,
         "turns": 3,

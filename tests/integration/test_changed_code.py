@@ -71,7 +71,7 @@ def test_a_reward_process_that_starts_again_never_scores_with_other_code(tmp_pat
                 return one.total
 
             async def end() -> None:
-                made.scorer._pool._workers[0].kill()
+                made.scorer._workers[0].kill()
 
             await changed(file, SCORE, score, end)
 

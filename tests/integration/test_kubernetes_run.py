@@ -17,7 +17,7 @@ import yaml
 import asyncrl
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.config.schema import Config
-from asyncrl.rewards.pool import reward_sandbox
+from asyncrl.rewards.reward_process import reward_sandbox
 from asyncrl.run.keys import RunKeys
 from tests.support.command import ASYNCRL
 from tests.support.libraries import python_with

@@ -31,7 +31,7 @@ from asyncrl.engine.sampler import Sampler
 from asyncrl.launch.training import trainer_of
 from asyncrl.learner import Step, run_learner
 from asyncrl.report.step_metrics import step_metrics
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.opened import Rewards
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.device import choose_device
@@ -161,7 +161,7 @@ def record(config: Config, count: int) -> list[Group]:
     limits, _ = group_limits(config, vocabulary_size(config.model))
 
     async def sample() -> list[Group]:
-        pool = RewardPool(config.reward, config.run.root)
+        pool = Rewards(config.reward, config.run.root)
         await pool.start()
         engine = await open_engine(
             config.model, config.generator, config.sampling, config.weights, device="cpu"

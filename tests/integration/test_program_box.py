@@ -17,7 +17,7 @@ from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.builtin import code, obstacle
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.opened import Rewards
 from asyncrl.sandbox.box import Box, Result, python_result
 from tests.support.machine import skip_for
 from tests.support.waiting import HANG, until
@@ -324,7 +324,7 @@ def test_a_reward_runs_the_answer_as_a_program(tmp_path: Path, monkeypatch: pyte
     row = {"stdin": "21", "expected": "42"}
 
     async def scores() -> list[float]:
-        pool = RewardPool(config, tmp_path / "runs")
+        pool = Rewards(config, tmp_path / "runs")
         try:
             found = await pool.score([RewardInput(prompt="", response=one, row=row) for one in answers * 2])
         finally:

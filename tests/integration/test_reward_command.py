@@ -18,7 +18,7 @@ from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError
 from asyncrl.preflight import reward_trial
 from asyncrl.preflight.reward_trial import WRONG, generic_cases, sample_cases
-from asyncrl.rewards import batches
+from asyncrl.rewards import opened
 from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
 from tests.support.waiting import HANG
@@ -234,7 +234,7 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
 
 
 def test_the_time_of_a_function_is_without_its_wait_for_other_responses(config, monkeypatch):
-    monkeypatch.setattr(batches, "WAIT_S", 0.5)
+    monkeypatch.setattr(opened, "WAIT_S", 0.5)
     cases = [*generic_cases(load_config(config), 1)][:1]
     loaded = load_config(config, [f"reward.functions.0.function={config.parent}/rewards.py:many"])
     (function,) = loaded.reward.functions

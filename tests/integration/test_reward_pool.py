@@ -16,10 +16,10 @@ import pytest
 
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError
-from asyncrl.rewards import batches
-from asyncrl.rewards import pool as pool_module
+from asyncrl.rewards import opened
+from asyncrl.rewards import reward_process as process_module
 from asyncrl.rewards.base import RewardInput
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.opened import Rewards
 from asyncrl.sandbox.box import Box
 from tests.support.machine import skip_for
 from tests.support.waiting import HANG, LONG_S, elapse, has_ended, until, wait_until, wait_until_ended
@@ -119,7 +119,7 @@ def run(config: RewardConfig, scenario) -> None:
     """`scenario(pool)` on a fresh loop, bounded; afterwards no child process may be left."""
 
     async def main() -> None:
-        pool = RewardPool(config, Path("runs"))
+        pool = Rewards(config, Path("runs"))
         try:
             async with asyncio.timeout(LONG_S):
                 await scenario(pool)
@@ -397,7 +397,7 @@ def test_a_row_that_fails_in_a_batch_fails_its_own_group_only(functions, how, me
 
 def test_a_group_that_is_given_up_takes_no_other_with_it(functions, monkeypatch):
     functions.write_text(BATCH)
-    monkeypatch.setattr(batches, "WAIT_S", 2.0)
+    monkeypatch.setattr(opened, "WAIT_S", 2.0)
 
     async def scenario(pool):
         await pool.start()
@@ -531,7 +531,7 @@ def test_a_worker_that_is_stopped_or_dies_while_it_is_idle_costs_no_attempt(func
             (worker,) = workers_of_this_process()
             worker.send_signal(number)
             with monkeypatch.context() as patch:
-                patch.setattr(pool_module, "START_S", 1.0)
+                patch.setattr(process_module, "START_S", 1.0)
                 call = asyncio.create_task(pool.score([ask("abc")]))
                 if number == signal.SIGSTOP:
                     await until(lambda: "did not begin a call" in caplog.text)
@@ -542,7 +542,7 @@ def test_a_worker_that_is_stopped_or_dies_while_it_is_idle_costs_no_attempt(func
 
 
 def test_a_worker_that_cannot_be_started_is_tried_again_and_not_for_ever(functions, monkeypatch, caplog):
-    monkeypatch.setattr(pool_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(process_module, "AGAIN_S", 0.01)
     start, refused = asyncio.create_subprocess_exec, []
 
     async def refuse(*command, **options):
@@ -559,26 +559,26 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_not_for_ever(functio
         assert caplog.text.count("did not load the functions") == len(refused) == most
         pool._workers[0].kill()
         refused.clear()
-        most = pool_module.BEGINNINGS
+        most = process_module.BEGINNINGS
         with pytest.raises(
             RewardError, match=r"3 reward workers in a row did not load .*temporarily unavailable"
         ):
             await pool.score([ask("abc")])
         assert (await pool.score([ask("abc")]))[0].total == 3.0
 
-    most = pool_module.BEGINNINGS - 1
+    most = process_module.BEGINNINGS - 1
     run(config(functions, "good"), scenario)
 
 
 def test_a_worker_that_dies_as_it_starts_is_replaced_before_the_functions_are_blamed(
     functions, monkeypatch, caplog
 ):
-    monkeypatch.setattr(pool_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(process_module, "AGAIN_S", 0.01)
     start, killed = asyncio.create_subprocess_exec, []
 
     async def start_and_kill(*command, **options):
         process = await start(*command, **options)
-        if len(killed) < pool_module.BEGINNINGS - 1:
+        if len(killed) < process_module.BEGINNINGS - 1:
             process.kill()
             killed.append(process)
         return process
@@ -709,11 +709,11 @@ def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions
     script.write_text(
         "import asyncio\nfrom pathlib import Path\n"
         "from asyncrl.config.reward_section import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
-        "from asyncrl.rewards.pool import RewardPool\n"
+        "from asyncrl.rewards.opened import Rewards\n"
         f"config = RewardConfig(functions=[{{'function': '{functions}:misbehave'}}], workers=2, timeout_s=60)\n"
         f"notes = {notes}\n"
         "hung = [RewardInput(prompt='', response='', row={'how': 'sleep', 'note': note}) for note in notes]\n"
-        "async def main():\n    pool = RewardPool(config, Path('runs'))\n    await pool.start()\n"
+        "async def main():\n    pool = Rewards(config, Path('runs'))\n    await pool.start()\n"
         "    await pool.score(hung)\n"
         "asyncio.run(main())\n"
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.rewards.pool import reward_sandbox
+from asyncrl.rewards.reward_process import reward_sandbox
 from tests.support.machine import skip_for
 from tests.support.waiting import LONG_S, comes_true, wait_until, wait_until_ended
 

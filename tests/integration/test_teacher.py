@@ -20,7 +20,7 @@ from asyncrl.config.reward_section import RewardConfig
 from asyncrl.control import scoring
 from asyncrl.control.scoring import ScorerService, endpoint_of, serve_scores
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.clock import Clock
+from asyncrl.engine.duty import Clock
 from asyncrl.engine.sampler import TaughtSampler
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.hosting.supervisor import Supervisor

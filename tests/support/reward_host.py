@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.opened import Rewards
 
 
 def say(answer: dict) -> None:
@@ -19,7 +19,7 @@ def say(answer: dict) -> None:
 
 
 async def main() -> None:
-    pool = RewardPool(RewardConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
+    pool = Rewards(RewardConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
     await pool.start()
     say({})
     try:

@@ -60,7 +60,7 @@ READS_THE_ENVIRONMENT = {
     "launch/learner_process.py", "launch/generator_process.py", "launch/scorer_process.py", "launch/ranks.py", "launch/roles.py", "stages/process.py",
     # what child processes inherit
     "hosting/processes.py", "hosting/environment.py", "hosting/gpus.py", "results/engine_process.py",
-    "addons/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py",
+    "addons/adapters/mcp.py", "environments/episode_worker.py", "rewards/reward_process.py", "sandbox/bubblewrap.py",
     # settings that a library or a compiler takes from nowhere else
     "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/trackers.py",
     "trainer/collectives.py", "trainer/deepspeed/engine_settings.py", "weights/slots.py",

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from asyncrl.engine import clock as clock_module
-from asyncrl.engine.clock import Clock
+from asyncrl.engine import duty
+from asyncrl.engine.duty import Clock
 
 
 class Time:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(clock_module.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(duty.time, "monotonic", lambda: self.now_s)
 
 
 def test_a_pause_and_an_idle_wait_for_weights_are_stalls_and_overlaps_count_once(monkeypatch):

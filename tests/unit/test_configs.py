@@ -14,7 +14,7 @@ from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.placement import misplaced, placement_of
 from asyncrl.preflight.forecast import forecast
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards.functions import bind, load_function
+from asyncrl.rewards.forms import bind, load_function
 from asyncrl.trainer.kept import counted
 from asyncrl.trainer.meter import peak_flops_per_s, step_flops
 

@@ -15,7 +15,7 @@ from asyncrl.config.load import load
 from asyncrl.config.outline import all_paths
 from asyncrl.config.schema import Config
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards.functions import bind, load_function
+from asyncrl.rewards.forms import bind, load_function
 from asyncrl.stages.pipeline import PipelineConfig
 from asyncrl.stages.settings import StageConfig
 from tests.support.model_files import model_files

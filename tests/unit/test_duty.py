@@ -8,8 +8,7 @@ import pytest
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.clock import Clock
-from asyncrl.engine.duty import WINDOW_S, Duty
+from asyncrl.engine.duty import WINDOW_S, Clock, Duty
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import EngineError
 from asyncrl.types import Prompt

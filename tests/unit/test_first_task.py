@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.quickstart.first_task import OWN, ROWS, Answers, write_task
 from asyncrl.rewards.builtin import BUILTINS
-from asyncrl.rewards.functions import load_function
+from asyncrl.rewards.forms import load_function
 from tests.support.command import ASYNCRL
 from tests.support.model_files import model_files
 

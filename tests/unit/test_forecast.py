@@ -26,7 +26,7 @@ from asyncrl.hosting.placement import placement_of
 from asyncrl.preflight import fit
 from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
 from asyncrl.preflight.memory_forecast import checkpoint_bytes
-from asyncrl.rewards.functions import ANSWER_CHARACTERS
+from asyncrl.rewards.forms import ANSWER_CHARACTERS
 from asyncrl.trainer.kept import counted
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.weights.base import TensorSpec

@@ -18,7 +18,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, RewardError
 from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.results import engine_process, play
 from asyncrl.results.play import _lines, pieces, plain
-from asyncrl.rewards.batches import Divisible
+from asyncrl.rewards.reward_process import Divisible
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from tests.support.characters import character_tokenizer
 from tests.support.task_config import config_of

@@ -12,7 +12,7 @@ from asyncrl.config import registry
 from asyncrl.config.base import Choice
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.plugins import load
-from asyncrl.rewards.functions import load_function
+from asyncrl.rewards.forms import load_function
 
 SOURCE = """
 from __future__ import annotations

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards import builtin, functions, worker
+from asyncrl.rewards import builtin, worker
 from asyncrl.rewards.builtin import boxed, choice, code, json_schema, length, maths, pattern, repetition, tags
-from asyncrl.rewards.functions import bind, load_function
+from asyncrl.rewards.forms import bind, load_function
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 WAYS = (r"So we get $\boxed{%s}$.", "The final answer is $%s$. I hope it is correct.", "Therefore:\n\\[%s\\]")
@@ -271,7 +271,7 @@ def test_an_interpreter_that_is_missing_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RewardError, match="`code` needs the interpreter `ruby`, which is no program on PATH"):
         worker._load("code", {"interpreter": "ruby"})
-    assert functions.load_function("code") is code
+    assert load_function("code") is code
 
 
 @pytest.mark.parametrize("function", [boxed, maths, builtin.exact_match])
@@ -303,5 +303,5 @@ def test_a_test_without_input_reads_nothing_and_one_without_output_is_refused(mo
 def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(builtin, "find_spec", lambda name: None)
     with pytest.raises(RewardError, match=r"`math` needs the package math_verify.*asyncrl\[rewards\]"):
-        functions.load_function("math")
-    assert functions.load_function("choice") is choice
+        load_function("math")
+    assert load_function("choice") is choice

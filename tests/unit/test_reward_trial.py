@@ -12,8 +12,7 @@ from asyncrl.errors import DataError
 from asyncrl.preflight import reward_trial
 from asyncrl.preflight.reward_trial import Case, Trial, Tried, generic_cases, sample_cases
 from asyncrl.rewards.base import RewardInput
-from asyncrl.rewards.forms import EPISODE_COLUMNS
-from asyncrl.rewards.functions import bind
+from asyncrl.rewards.forms import EPISODE_COLUMNS, bind
 from asyncrl.types import Prompt
 from tests.support.characters import character_tokenizer
 from tests.support.talks import user

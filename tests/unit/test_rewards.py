@@ -24,9 +24,15 @@ from asyncrl.errors import RewardError
 from asyncrl.hosting.workers import pack
 from asyncrl.rewards import builtin
 from asyncrl.rewards.builtin import words_used
-from asyncrl.rewards.forms import form_of
-from asyncrl.rewards.functions import ANSWER_CHARACTERS, bind, checked_answer, checked_reward, load_function
-from asyncrl.rewards.pool import _packed
+from asyncrl.rewards.forms import (
+    ANSWER_CHARACTERS,
+    bind,
+    checked_answer,
+    checked_reward,
+    form_of,
+    load_function,
+)
+from asyncrl.rewards.reward_process import _packed
 from asyncrl.rewards.worker import serve
 
 

@@ -16,7 +16,7 @@ from asyncrl.config.reward_section import RewardConfig
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards.pool import reward_sandbox
+from asyncrl.rewards.reward_process import reward_sandbox
 from asyncrl.sandbox import bubblewrap, seccomp
 from asyncrl.sandbox.bubblewrap import environment, limits
 from tests.support.pages import ROOT

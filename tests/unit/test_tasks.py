@@ -15,7 +15,7 @@ from asyncrl.algo.trainable import GroupLimits
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config, host_digest
-from asyncrl.engine.clock import Clock
+from asyncrl.engine.duty import Clock
 from asyncrl.engine.sampler import TaskSampler
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Rounds, summarise

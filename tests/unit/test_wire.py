@@ -20,7 +20,7 @@ from asyncrl.config.sections import BatchConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
 from asyncrl.lineage import Weights
-from asyncrl.rewards.functions import ANSWER_CHARACTERS
+from asyncrl.rewards.forms import ANSWER_CHARACTERS
 from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan, version_spans
 from asyncrl.version import __version__
 from asyncrl.weights.base import UpdateOrder, UpdateReport

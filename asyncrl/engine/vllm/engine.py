@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import Bookkeeping, Device, EngineStats, PromptImages, SamplingSpec, aborted
+from asyncrl.engine.base import Bookkeeping, Device, PromptImages, SamplingSpec, aborted
 from asyncrl.engine.vllm.args import adapter_args, engine_args, fork_core, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
@@ -55,7 +55,6 @@ class VLLMEngine(Bookkeeping):
         self._unanswered = 0  # updates in a row
         self._trusted = True  # whether loads may repeat recorded copies
         self._request_ids = itertools.count()
-        self._running: dict[asyncio.Task[list[Rollout]], int] = {}
 
     @classmethod
     async def start(
@@ -67,12 +66,9 @@ class VLLMEngine(Bookkeeping):
         *,
         device: Device,
     ) -> Self:
-        """Load the model as version 0; blocks the loop for about half a minute.
+        """Load the model as `open_engine` says, which takes about half a minute.
 
-        Must not run in a thread of its own: the kernel kills the engine's processes when that thread ends.
-
-        Raises ConfigError if vLLM does not know the type or value of an argument, such as one of
-        `generator.vllm`, or cannot serve the adapter of `model.lora`; EngineError if vLLM did not start.
+        Raises ConfigError also if vLLM cannot serve the adapter of `model.lora`.
         """
         set_environment(generator, device=device)
         from vllm import AsyncEngineArgs
@@ -108,21 +104,19 @@ class VLLMEngine(Bookkeeping):
                     raise ConfigError(found) from error
                 text = "; ".join(each["msg"] for each in error.errors())
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {text}") from error
-        labelled = engine._llm.update_weight_version(label(engine._weights))
+        labelled = engine._llm.update_weight_version(label(engine.weights))
         await engine._call(labelled, "label the first weights")
         if lora is not None:
-            await engine._open_adapter(*plan, str(lora.start / TENSORS) if lora.start is not None else "")
+            from asyncrl.engine.vllm.adapter import REQUEST
+
+            start = "" if lora.start is None else str(lora.start / TENSORS)
+            try:
+                await engine._call(engine._in_workers("open_adapter", *plan, start), "open the adapter")
+            except TransferError as error:
+                await engine.close()
+                raise ConfigError(str(error)) from None
+            engine._adapter = REQUEST
         return engine
-
-    async def _open_adapter(self, settings: dict[str, Any], shapes: dict[str, list[int]], start: str) -> None:
-        from asyncrl.engine.vllm.adapter import REQUEST
-
-        opened = self._llm.collective_rpc("open_adapter", args=(settings, shapes, start))
-        failures = filter(None, await self._call(opened, "open the adapter"))
-        if said := "; ".join(dict.fromkeys(failures)):
-            await self.close()
-            raise ConfigError(said)
-        self._adapter = REQUEST
 
     # --- sampling ---------------------------------------------------------------------------------
 
@@ -199,7 +193,7 @@ class VLLMEngine(Bookkeeping):
         """The final output of one request."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import TokensPrompt, tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+        from vllm.v1.engine.exceptions import EngineGenerateError
 
         prompt: Any = tokens_input(list(prompt_ids), cache_salt=salt or self.salt)
         if images is not None:
@@ -212,13 +206,11 @@ class VLLMEngine(Bookkeeping):
             )
         output: Any = None
         try:
-            number = str(next(self._request_ids))
-            async for newest in self._llm.generate(
-                prompt, params, request_id=number, lora_request=self._adapter
-            ):
-                output = newest
-        except EngineDeadError as error:
-            raise _dead() from error
+            with _alive():
+                async for newest in self._llm.generate(
+                    prompt, params, request_id=str(next(self._request_ids)), lora_request=self._adapter
+                ):
+                    output = newest
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise ResultError(
                 f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}"
@@ -251,14 +243,13 @@ class VLLMEngine(Bookkeeping):
             await self._call(self._llm.reset_prefix_cache(reset_running_requests=True), "forget its cache")
 
     async def receive(self, order: UpdateOrder) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         if self._paused_since_s is None:
             raise EngineError("receive: requests are running; begin the update first")
         where = f"weights of version {order.version} over {order.transport}"
         try:
             async with asyncio.timeout(order.deadline_s + _GRACE_S):
-                await self._receive(order)
+                with _alive():
+                    await self._in_workers("load_version", order.target, order.details, self._trusted)
         except TimeoutError as error:
             self._unanswered += 1
             late = f"{where}: not loaded within {order.deadline_s:g} s"
@@ -268,17 +259,17 @@ class VLLMEngine(Bookkeeping):
                     "weights.deadline_s is too short: restart the generator"
                 ) from error
             raise TransferError(f"{late}; they are incomplete, send them again") from error
-        except EngineDeadError as error:
-            raise _dead() from error
+        except EngineError:
+            raise
         except Exception as error:  # also vLLM's own, which are plain
             self._unanswered = 0
             raise TransferError(f"{where}: {error}; they are incomplete, send them again") from error
         self._unanswered, self._received = 0, True
 
-    async def _receive(self, order: UpdateOrder) -> None:
-        call = self._llm.collective_rpc("load_version", args=(order.target, order.details, self._trusted))
-        failures = filter(None, await call)
-        if said := "; ".join(dict.fromkeys(failures)):  # of each worker
+    async def _in_workers(self, method: str, *arguments: Any) -> None:
+        """Call a method of `VersionLoader` in each worker. Raises TransferError with what they return."""
+        failures = filter(None, await self._llm.collective_rpc(method, args=arguments))
+        if said := "; ".join(dict.fromkeys(failures)):
             raise TransferError(said)
 
     def distrust(self) -> None:
@@ -297,26 +288,18 @@ class VLLMEngine(Bookkeeping):
 
     async def progress(self) -> None:
         """Wait without a bound: an engine that receives weights answers only afterwards."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         before = self._sampled()
         while self._running and self._paused_since_s is None:
             await asyncio.sleep(_POLL_S)
             if self._sampled() != before:
                 return
-        try:
+        with _alive():
             await self._llm.is_paused()
-        except EngineDeadError as error:
-            raise _dead() from error
 
     def _sampled(self) -> tuple[int, int]:
         """Tokens of ended requests, and of running ones, from vLLM's internal request states."""
         states = self._llm.output_processor.request_states.values()
         return self._sampled_tokens, sum(state.detokenizer.num_output_tokens() for state in states)
-
-    def stats(self) -> EngineStats:
-        """Tokens are counted when their rollout ends."""
-        return self.counters(sum(self._running.values()))
 
     async def close(self) -> None:
         for task in list(self._running):
@@ -338,20 +321,24 @@ class VLLMEngine(Bookkeeping):
 
     async def _call(self, call: Awaitable[T], what: str) -> T:
         """The result of `call`, which tells the engine process to do `what`. Raises EngineError."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
-            async with asyncio.timeout(self._deadline_s):  # `wait_for` of Python 3.11 forgets a cancellation
-                return await call
+            # `wait_for` of Python 3.11 forgets a cancellation.
+            async with asyncio.timeout(self._deadline_s):
+                with _alive():
+                    return await call
         except TimeoutError as error:
             raise EngineError(
                 f"vLLM's engine process did not {what} within {self._deadline_s:g} s; restart the generator"
             ) from error
-        except EngineDeadError as error:
-            raise _dead() from error
 
 
-def _dead() -> EngineError:
-    return EngineError(
-        "vLLM's engine process has died; its log says why, and the generator must be restarted"
-    )
+@contextlib.contextmanager
+def _alive() -> Iterator[None]:
+    """Raise EngineError in place of vLLM's exception if its engine process has died."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        text = "vLLM's engine process has died; its log says why, and the generator must be restarted"
+        raise EngineError(text) from error

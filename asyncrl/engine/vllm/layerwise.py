@@ -67,13 +67,10 @@ def open_reload(model: nn.Module) -> set[str]:
     """
     tied = _names(model, tied=True) - _names(model, tied=False)
     initialize_layerwise_reload(model)
-    frozen = _vision_prefixes(model)
+    mapping: Any = getattr(model, "get_mm_mapping", None)
+    parts = mapping() if mapping else None
+    frozen = (*parts.tower_model, *parts.connector) if parts else ()
     return {name for name in _names(model, tied=True) - tied if not name.startswith(frozen)}
-
-
-def _vision_prefixes(model: Any) -> tuple[str, ...]:
-    parts = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None
-    return (*parts.tower_model, *parts.connector) if parts else ()
 
 
 def abandon(model: nn.Module) -> None:

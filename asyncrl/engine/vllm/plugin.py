@@ -2,7 +2,6 @@
 
 import os
 import signal
-from functools import partial
 
 from asyncrl.engine.base import OWNER_ENV
 from asyncrl.hosting.processes import die_with_parent, die_with_spawner
@@ -11,13 +10,12 @@ from asyncrl.hosting.processes import die_with_parent, die_with_spawner
 def register() -> None:
     """Let engine processes end when their generator ends, even by SIGKILL."""
     owner = int(os.environ.get(OWNER_ENV, "0"))
+
+    def begin_as_fork() -> None:
+        die_with_parent(owner)
+        signal.set_wakeup_fd(-1)  # signals are not those of the generator's event loop
+
     if owner == os.getpid():
-        os.register_at_fork(after_in_child=partial(_begin_as_fork, owner))
+        os.register_at_fork(after_in_child=begin_as_fork)  # vLLM loads no plugin again there
     elif owner:
         die_with_spawner()
-
-
-def _begin_as_fork(owner: int) -> None:
-    """Vllm loads no plugin again there. Signals are not those of the generator's event loop."""
-    die_with_parent(owner)
-    signal.set_wakeup_fd(-1)

@@ -112,15 +112,10 @@ def _open(worker: Any, layout: Layout, details: Mapping[str, Any], *, keep: bool
             verify(slot.buffer, layout, details["checksums"])
         can_load = True
     finally:
-        is_alone = worker.vllm_config.parallel_config.tensor_parallel_size == 1
-        all_can = can_load if is_alone else _agreed(can_load)
-    if not all_can:
+        votes = torch.tensor([can_load], dtype=torch.int32)
+        # Workers scale FP8 weights together, and would wait for one that fails.
+        if worker.vllm_config.parallel_config.tensor_parallel_size > 1:
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    if not votes:
         raise TransferError("another worker of this engine cannot read the weights")
     return slot
-
-
-def _agreed(can_load: bool) -> bool:
-    """Whether all workers can load. They scale FP8 weights together, and would wait for one that fails."""
-    votes = torch.tensor([can_load], dtype=torch.int32)
-    dist.all_reduce(votes, dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return bool(votes)

@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 aten: Any = torch.ops.aten
 
 
-class NotRepeatableError(Exception):
+class _NotRepeatableError(Exception):
     """A loader does more than to copy tensors of the checkpoint into parameters."""
 
 
-class Region(NamedTuple):
+class _Region(NamedTuple):
     """Part of a tensor, as `as_strided` takes it; the offset counts from the tensor's first element."""
 
     size: tuple[int, ...]
@@ -54,13 +54,13 @@ class Region(NamedTuple):
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
-class Write(NamedTuple):
+class _Write(NamedTuple):
     """One write into a parameter of a layer: a part of a named tensor, or else one number (padding)."""
 
     parameter: str
-    into: Region
+    into: _Region
     source: str | None
-    part: Region | None
+    part: _Region | None
     number: float
 
     def repeat(self, layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -74,12 +74,12 @@ class Write(NamedTuple):
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records writes of known tensors into known parameters, and does not execute them.
 
-    Apart from views, any other use of their memory raises NotRepeatableError.
+    Apart from views, any other use of their memory raises _NotRepeatableError.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.writes: dict[nn.Module, list[Write]] = {}
+        self.writes: dict[nn.Module, list[_Write]] = {}
         self._tensors = {_memory(tensor): (name, tensor) for name, tensor in tensors.items()}
         self._parameters = {
             _memory(tensor): (layer, name, tensor)
@@ -93,14 +93,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         layer, name, parameter = self._parameters.get(used[0], (None, "", args[0]))
         if layer is None or name not in layer._parameters:
-            raise NotRepeatableError(f"{func} does not write into a parameter")
+            raise _NotRepeatableError(f"{func} does not write into a parameter")
         if func is aten.fill_.Scalar:
-            write = Write(name, _region(args[0], parameter), None, None, args[1])
+            write = _Write(name, _region(args[0], parameter), None, None, args[1])
         elif func is aten.copy_.default and used[1] in self._tensors:
             source, tensor = self._tensors[used[1]]
-            write = Write(name, _region(args[0], parameter), source, _region(args[1], tensor), 0.0)
+            write = _Write(name, _region(args[0], parameter), source, _region(args[1], tensor), 0.0)
         else:
-            raise NotRepeatableError(f"{func} writes into {name}")
+            raise _NotRepeatableError(f"{func} writes into {name}")
         self.writes.setdefault(layer, []).append(write)
         return args[0]
 
@@ -118,11 +118,11 @@ class _Idle(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
-class Placed:
+class _Placed:
     """A layer and the writes that fill all of its parameters."""
 
     layer: nn.Module
-    writes: list[Write]
+    writes: list[_Write]
     # Whether vLLM leaves the parameters where they are loaded; None before the first load.
     in_place: bool | None = None
     # Whether it makes nothing of them either.
@@ -130,22 +130,19 @@ class Placed:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         if not self.in_place:
-            self._open()
+            # As vLLM's reload does: give the layer the parameters that it was built with.
+            layer, info = self.layer, get_layerwise_info(self.layer)
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            info.load_numel_total = 0  # so `abandon` puts the kernels' tensors back
+            restore_layer_on_meta(layer, info)
+            materialize_layer(layer, info)
         for write in self.writes:
             write.repeat(self.layer, tensors)
         if not self.in_place:
             self._close()
         elif not self.plain:
             self._process()
-
-    def _open(self) -> None:
-        """Give the layer the parameters that it was built with, as vLLM's reload does."""
-        layer, info = self.layer, get_layerwise_info(self.layer)
-        info.kernel_tensors = get_layer_params_buffers(layer)
-        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-        info.load_numel_total = 0  # so `abandon` puts the kernels' tensors back
-        restore_layer_on_meta(layer, info)
-        materialize_layer(layer, info)
 
     def _close(self) -> None:
         """Let vLLM make the kernels' tensors of the loaded ones, and see whether it changes any."""
@@ -181,7 +178,7 @@ class Placed:
 class Placement:
     """Where the tensors of one layout belong in a model."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[Placed]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[_Placed]) -> None:
         self.layers = layers
         self._model = model
         self._attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
@@ -221,7 +218,7 @@ def learn(model: nn.Module, specs: Sequence[TensorSpec]) -> Placement | None:
             name for name in wanted if model.get_submodule(name.rpartition(".")[0]) not in recorder.writes
         }
         if unsent:
-            raise NotRepeatableError(f"{len(unsent)} parameters would not be written, such as {min(unsent)}")
+            raise _NotRepeatableError(f"{len(unsent)} parameters would not be written, such as {min(unsent)}")
         for layer, writes in recorder.writes.items():
             _require_whole(layer, writes)
     except Exception as error:  # noqa: BLE001  # vLLM's reload knows what to do, or says what is wrong
@@ -230,14 +227,14 @@ def learn(model: nn.Module, specs: Sequence[TensorSpec]) -> Placement | None:
     finally:
         abandon(model)
         setattr(model, "_do_torchao_reload", getattr(model, "_original_do_torchao_reload", False))  # noqa: B010
-    layers = [Placed(layer, recorder.writes[layer]) for layer in model.modules() if layer in recorder.writes]
+    layers = [_Placed(layer, recorder.writes[layer]) for layer in model.modules() if layer in recorder.writes]
     return Placement(model, layers)
 
 
-def _require_whole(layer: nn.Module, writes: Sequence[Write]) -> None:
-    """Raise NotRepeatableError unless the writes reach each element of the layer's tensors."""
+def _require_whole(layer: nn.Module, writes: Sequence[_Write]) -> None:
+    """Raise _NotRepeatableError unless the writes reach each element of the layer's tensors."""
     if is_deferred_attention_layer(layer):
-        raise NotRepeatableError(f"{type(layer).__name__} has scales of its own")
+        raise _NotRepeatableError(f"{type(layer).__name__} has scales of its own")
     for name, tensor in get_layer_tensors(layer).items():
         if name in layer._non_persistent_buffers_set or name in SKIP_LOAD_TENSORS:
             continue
@@ -250,7 +247,7 @@ def _require_whole(layer: nn.Module, writes: Sequence[Write]) -> None:
             if write.parameter == name:
                 write.into.of(reached).fill_(True)
         if not _region(tensor, tensor).of(reached).all():
-            raise NotRepeatableError(f"{type(layer).__name__}.{name} would stay incomplete")
+            raise _NotRepeatableError(f"{type(layer).__name__}.{name} would stay incomplete")
 
 
 def _memory(tensor: Tensor) -> int:
@@ -258,12 +255,12 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _region(view: Tensor, tensor: Tensor) -> Region:
-    """Where `view` is in `tensor`. Raises NotRepeatableError if it is of another dtype."""
+def _region(view: Tensor, tensor: Tensor) -> _Region:
+    """Where `view` is in `tensor`. Raises _NotRepeatableError if it is of another dtype."""
     if view.dtype != tensor.dtype:
-        raise NotRepeatableError(f"a loader reads {tensor.dtype} as {view.dtype}")
+        raise _NotRepeatableError(f"a loader reads {tensor.dtype} as {view.dtype}")
     offset = int(view.storage_offset() - tensor.storage_offset())
-    return Region(tuple(view.shape), tuple(view.stride()), offset)
+    return _Region(tuple(view.shape), tuple(view.stride()), offset)
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ WATCHED = {
     "asyncrl.weights.staging": ["HostStaging.stage"],
     "asyncrl.engine.vllm.engine": [
         "VLLMEngine.begin_update",
-        "VLLMEngine._receive",
+        "VLLMEngine.receive",
         "VLLMEngine.finish_update",
     ],
     "asyncrl.engine.vllm.receiver": ["_load_adapter"],

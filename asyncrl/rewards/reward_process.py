@@ -1,38 +1,34 @@
-"""Scores rollouts in processes that can be killed: user code can hang, crash or print, and the run continues.
+"""One reward process, seen from the run: user code can hang, crash or print, and the run continues.
 
-Each worker calls one function at a time, for a response, a group or a batch (`batches`). The time limit of a
-call starts when the worker reports that it has begun; until then no user code has seen the response, and a
-failed call is repeated with another worker. A worker that is late, dies, or is interrupted within a call is
-killed with its process group, so no reply can be taken for another call's. The next call starts another.
+It calls one function at a time, for a response, a group or a batch. The time limit of a call
+starts when the worker reports that it has begun; until then no user code has seen the response, and a failed
+call is repeated with another worker. A worker that is late, dies, or is interrupted within a call is killed
+with its process group, so no reply can be taken for another call's. The next call starts another.
 """
 
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import struct
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 
 import asyncrl
 from asyncrl.config.reward_section import RewardConfig
-from asyncrl.errors import RewardError, ungrouped
+from asyncrl.errors import RewardError
 from asyncrl.hosting.processes import kill_group, module_argv
 from asyncrl.hosting.workers import LENGTH, Printed, as_column, ending, pack
-from asyncrl.rewards.base import RewardInput, Score, scored
-from asyncrl.rewards.batches import Batches, Divisible, Scored
+from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.forms import GIVEN
 from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 # Limit for a worker to start and import the reward functions, and again to begin a call.
 START_S = 60.0
@@ -44,91 +40,19 @@ END_S = 5.0
 MAX_REPLY_BYTES = 1 << 20
 
 
+# Value of a response, NaN if the function abstains, and the answer in it.
+Scored = tuple[float, str | None]
+
+
+class Divisible(RewardError):
+    """A failure that may be that of some responses of a call only."""
+
+
 class _Lost(RewardError):
     """The worker died or hung. The reward functions are not necessarily the cause."""
 
 
-class RewardPool:
-    """The Scorer of reward functions: `config.workers` processes, shared by all groups in flight."""
-
-    def __init__(
-        self, config: RewardConfig, run_root: Path, loaded: Callable[[], None] = lambda: None
-    ) -> None:
-        """A sandbox hides `run_root`, which holds keys, sockets and checkpoints.
-
-        `loaded` is called when a process has loaded the functions, and raises if it must not be used.
-        """
-        self._config = config
-        self._sandbox = sandbox_of(config, run_root)
-        # `Form.most` of each part; empty before the functions are loaded.
-        self._most: dict[str, int] = {}
-        self._workers = [_Worker(config, self._sandbox, loaded, self._most) for _ in range(config.workers)]
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        for worker in self._workers:
-            self._idle.put_nowait(worker)
-        self._batches = {one.part: Batches(partial(self._call, one.part)) for one in config.functions}
-
-    async def start(self) -> None:
-        """Start all workers, so that a function that cannot be loaded fails the run, not a ticket."""
-        if self._sandbox and (problem := self._sandbox.problem()):
-            raise RewardError(problem)
-        await asyncio.gather(*(worker.load() for worker in self._workers))
-
-    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """One score per input. The first failure cancels the others and raises RewardError."""
-        with ungrouped():
-            if not self._most:
-                await self._with_worker(_Worker.load)
-            async with asyncio.TaskGroup() as tasks:
-                asked = {
-                    part: [
-                        tasks.create_task(
-                            self._batches[part].score(some, most) if most > 1 else self._call(part, some)
-                        )
-                        for some in ([[one] for one in inputs] if most == 1 else [inputs])
-                    ]
-                    for part, most in self._most.items()
-                }
-        found = {part: [one for task in asked[part] for one in task.result()] for part in asked}
-        return [self._joined({part: one[at] for part, one in found.items()}) for at in range(len(inputs))]
-
-    async def close(self) -> None:
-        for one in self._batches.values():
-            one.close()
-        for worker in self._workers:
-            worker.kill()
-        await asyncio.gather(*(worker.wait() for worker in self._workers))
-
-    @property
-    def printed(self) -> str:
-        """The end of what user code printed in the workers that are running."""
-        return "\n".join(text for worker in self._workers if (text := worker.printed))
-
-    @property
-    def most(self) -> int:
-        """`Form.most` of the only function; the largest of several."""
-        return max(self._most.values(), default=1)
-
-    async def _call(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
-        return await self._with_worker(lambda worker: worker.call(part, inputs))
-
-    async def _with_worker(self, work: Callable[["_Worker"], Awaitable[_T]]) -> _T:
-        """Wait for an idle worker, and use it."""
-        worker = await self._idle.get()
-        try:
-            await asyncio.sleep(0)  # if the call that had it failed, this one is cancelled before it begins
-            return await work(worker)
-        finally:
-            self._idle.put_nowait(worker)
-
-    def _joined(self, found: Mapping[str, Scored]) -> Score:
-        """The score of a response from the values and answers of the parts."""
-        parts = {part: value for part, (value, _) in found.items() if not math.isnan(value)}
-        answer = next((answer for _, answer in found.values() if answer is not None), None)
-        return scored(self._config.functions, parts, answer)
-
-
-class _Worker:
+class Worker:
     """One process and its pipes; started when needed, killed when in doubt."""
 
     def __init__(
@@ -140,7 +64,8 @@ class _Worker:
     ) -> None:
         self._config, self._sandbox, self._loaded, self._most = config, sandbox, loaded, most
         self._process: asyncio.subprocess.Process | None = None
-        self._printed = Printed()
+        # What user code printed in the newest process.
+        self.printed = Printed()
         # Parts whose functions take `raw_response`, which costs a second decoding.
         self._raw: Sequence[str] = ()
         # Parts whose functions take chat messages as the prompt.
@@ -157,13 +82,13 @@ class _Worker:
                 "part": part,
                 "prompts": [(part in self._chat and one.chat) or one.prompt for one in inputs],
                 "responses": [one.response for one in inputs],
-                "columns": [self._columns(part, one) for one in inputs],
+                "columns": [one.measured(raw=part in self._raw) for one in inputs],
                 "apart": [*GIVEN, *inputs[0].played],
             }
         )
 
         async def begin() -> None:
-            await self.start()
+            await self._start()
             await self._send(request)
             await self._receive(lambda one: one.get("started") is True, START_S, "the beginning of a call")
 
@@ -181,16 +106,9 @@ class _Worker:
             if not in_step:
                 self.kill()
 
-    def _columns(self, part: str, one: RewardInput) -> dict[str, Any]:
-        given: dict[str, Any] = {"truncated": one.truncated, "response_tokens": one.response_tokens}
-        if part in self._raw:
-            given["raw_response"] = one.raw_response() if one.raw_response else one.response
-        # What was measured, also where the row has a column of this name.
-        return {**one.columns, **given}
-
     async def load(self) -> None:
         """Start; if the process dies or hangs, start another one. A reported error is raised immediately."""
-        await self._insist(self.start, (_Lost, OSError), "load the functions")
+        await self._insist(self._start, (_Lost, OSError), "load the functions")
 
     async def _insist(
         self, attempt: Callable[[], Awaitable[None]], may_pass: tuple[type[Exception], ...], what: str
@@ -210,14 +128,14 @@ class _Worker:
             else:
                 return
 
-    async def start(self) -> None:
+    async def _start(self) -> None:
         """Start the process, which loads the functions, unless it is running. Raises RewardError, OSError."""
         if self._process is not None and self._process.returncode is None:
             return
         self.kill()
         self._process = await self._fork()
-        self._printed = Printed()
-        reader = asyncio.create_task(self._printed.follow_process(self._process))
+        self.printed = Printed()
+        reader = asyncio.create_task(self.printed.follow_process(self._process))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         memory = {"AS": int(self._config.memory_gib * 2**30)} if self._config.memory_gib else {}
@@ -228,7 +146,9 @@ class _Worker:
         }
         try:
             await self._send(_packed(orders))
-            reply = await self._receive(_is_ready, START_S, "start of the reward worker")
+            reply = await self._receive(
+                lambda one: _has(one, raw=list, chat=list, most=dict), START_S, "start of the reward worker"
+            )
             if "error" in reply:
                 raise RewardError(reply["error"])
             self._raw, self._chat = reply["raw"], reply["chat"]
@@ -264,18 +184,13 @@ class _Worker:
         process.stdin.close()
         kill_group(process.pid)
 
-    async def wait(self) -> None:
-        """Wait until all killed processes have ended, at most `END_S`."""
-        if not self._readers:
-            return
-        _, pending = await asyncio.wait(self._readers, timeout=END_S)
-        for reader in pending:  # a child that left the process group still holds the pipe
-            reader.cancel()
-
-    @property
-    def printed(self) -> str:
-        """The end of what user code printed in this process."""
-        return self._printed.text
+    async def end(self) -> None:
+        """Kill the process, and wait until all killed ones have ended, at most `END_S`."""
+        self.kill()
+        if self._readers:
+            _, pending = await asyncio.wait(self._readers, timeout=END_S)
+            for reader in pending:  # a child that left the process group still holds the pipe
+                reader.cancel()
 
     async def _send(self, frame: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -285,7 +200,7 @@ class _Worker:
                 await self._process.stdin.drain()
         except (ConnectionError, TimeoutError) as error:
             raise _Lost(
-                f"the reward worker accepts no calls ({type(error).__name__}){self._printed.note}"
+                f"the reward worker accepts no calls ({type(error).__name__}){self.printed.note}"
             ) from error
 
     async def _receive(
@@ -298,45 +213,35 @@ class _Worker:
                 (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
                 if length > MAX_REPLY_BYTES:
                     raise RewardError(
-                        f"{doing}: the worker's reply is not a frame ({length} bytes){self._printed.note}"
+                        f"{doing}: the worker's reply is not a frame ({length} bytes){self.printed.note}"
                     )
                 reply = msgpack.unpackb(await self._process.stdout.readexactly(length))
         except TimeoutError:
-            raise _Lost(
-                f"{doing} took longer than {limit_s:g} s and was killed{self._printed.note}"
-            ) from None
+            late = f"{doing} took longer than {limit_s:g} s and was killed"
+            raise _Lost(f"{late}{self.printed.note}") from None
         except (asyncio.IncompleteReadError, ValueError, struct.error) as error:
-            raise _Lost(
-                f"{doing}: the worker process died ({await self._status()}){self._printed.note}"
-            ) from error
+            status = "its pipe is closed, or carries no messages"
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    status = ending(await self._process.wait())
+            raise _Lost(f"{doing}: the worker process died ({status}){self.printed.note}") from error
         if isinstance(reply, dict) and ("error" in reply or is_expected(reply)):
             return reply
         wrong = "the reward worker is out of step, because user code wrote to its pipe"
-        raise RewardError(f"{doing}: {wrong}{self._printed.note}")
-
-    async def _status(self) -> str:
-        assert self._process is not None
-        try:
-            async with asyncio.timeout(1.0):
-                return ending(await self._process.wait())
-        except TimeoutError:
-            return "its pipe is closed, or carries no messages"
+        raise RewardError(f"{doing}: {wrong}{self.printed.note}")
 
 
-def _is_ready(reply: dict[str, Any]) -> bool:
-    lists = [reply.get("raw"), reply.get("chat")]
-    return all(isinstance(one, list) for one in lists) and isinstance(reply.get("most"), dict)
+def _has(reply: dict[str, Any], **kinds: type) -> bool:
+    return all(isinstance(reply.get(name), kind) for name, kind in kinds.items())
 
 
 def _is_judgement(reply: dict[str, Any], count: int) -> bool:
     """Whether a reply has a value and an answer for each of `count` responses."""
-    values, answers = reply.get("values"), reply.get("answers")
     return (
-        isinstance(values, list)
-        and isinstance(answers, list)
-        and len(values) == len(answers) == count
-        and all(isinstance(one, float) for one in values)
-        and all(isinstance(one, str | None) for one in answers)
+        _has(reply, values=list, answers=list)
+        and len(reply["values"]) == len(reply["answers"]) == count
+        and all(isinstance(one, float) for one in reply["values"])
+        and all(isinstance(one, str | None) for one in reply["answers"])
     )
 
 
@@ -361,10 +266,3 @@ def reward_sandbox(functions: Sequence[str], run_root: Path) -> Bubblewrap:
         files=files,
         hidden=[run_root],
     )
-
-
-def sandbox_of(config: RewardConfig, run_root: Path) -> Bubblewrap | None:
-    """The sandbox that the config asks for, if any."""
-    if config.sandbox != "bubblewrap":
-        return None
-    return reward_sandbox([function.function for function in config.functions], run_root)
