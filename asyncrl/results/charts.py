@@ -77,14 +77,12 @@ CURVES = (
     Curve("Transfer of a version to its last generator", ("weights/transfer_gb_per_s",), "GB/s"),
 )
 
-AGE_PARTS = Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_queue"), "steps")
-AGE = Curve("Age of a token", ("staleness/max", "staleness/mean"), "steps")
-TOO_OLD = Curve(
-    "Too old, and out of the loss",
-    ("staleness/masked_share", "staleness/masked_share/*"),
-    "share of the tokens",
+MASKED = ("staleness/masked_share", "staleness/masked_share/*")
+STALENESS = (
+    Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_queue"), "steps"),
+    Curve("Age of a token", ("staleness/max", "staleness/mean"), "steps"),
+    Curve("Too old, and out of the loss", MASKED, "share of the tokens"),
 )
-STALENESS = (AGE_PARTS, AGE, TOO_OLD)
 
 
 def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
@@ -164,7 +162,9 @@ def lines(
     title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False
 ) -> Chart:
     """Draw a curve for each name; `x` and `y` name the axes."""
-    figure = _figure(x, y)
+    with from_extra("report"):
+        import plotly.graph_objects as go
+    figure = go.Figure()
     for index, (name, points) in enumerate(series.items()):
         shown = thinned(points, MOST_POINTS)
         figure.add_scatter(
@@ -176,19 +176,10 @@ def lines(
             line={"color": COLOURS[index % len(COLOURS)], "width": 1.8},
             marker={"size": 5},
         )
-    if log:
-        figure.update_yaxes(type="log", exponentformat="power")
-    elif all(value >= 0 for points in series.values() for _, value in points):
-        figure.update_yaxes(rangemode="nonnegative")
-    return Chart(title, figure)
-
-
-def _figure(x: str, y: str) -> Any:
-    with from_extra("report"):
-        import plotly.graph_objects as go
-    colours = dict.fromkeys(("gridcolor", "linecolor", "zerolinecolor"), GRID)
-    axis = colours | {"automargin": True, "title": {"standoff": 6}}
-    figure = go.Figure()
+    axis = dict.fromkeys(("gridcolor", "linecolor", "zerolinecolor"), GRID) | {"automargin": True}
+    scale = {"type": "log", "exponentformat": "power"} if log else {}
+    if not log and all(value >= 0 for points in series.values() for _, value in points):
+        scale = {"rangemode": "nonnegative"}
     figure.update_layout(
         template="none",
         font={"family": "system-ui, sans-serif", "size": 12, "color": "#1c2430"},
@@ -196,8 +187,7 @@ def _figure(x: str, y: str) -> Any:
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
         showlegend=True,
         hovermode="x unified",
-        xaxis=axis,
-        yaxis=axis,
+        xaxis=axis | {"title": {"text": x, "standoff": 6}},
+        yaxis=axis | scale | {"title": {"text": y, "standoff": 6}},
     )
-    figure.update_xaxes(title_text=x)
-    return figure.update_yaxes(title_text=y)
+    return Chart(title, figure)

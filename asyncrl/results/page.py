@@ -56,6 +56,10 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         from plotly.offline import get_plotlyjs
     charts = [chart for section in sections for chart in section.charts]
     plotly = get_plotlyjs()
+    # The page may run these two scripts and style itself, and nothing else.
+    digests = (hashlib.sha256(script.encode()).digest() for script in (plotly, DRAW))
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    own = "style-src 'unsafe-inline'; img-src data: blob:"
     # Control characters are signs in what the template inserts, before it is escaped.
     environment = jinja2.Environment(
         autoescape=True,
@@ -72,18 +76,10 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         sample_head=sample_head,
         next_number=partial(next, itertools.count()),
         charts=[json.loads(chart.figure.to_json()) for chart in charts],
-        policy=_policy(plotly, DRAW),
+        policy=f"default-src 'none'; script-src {allowed}; {own}; base-uri 'none'; form-action 'none'",
         plotly=plotly,
         draw=DRAW,
     )
-
-
-def _policy(*scripts: str) -> str:
-    """Return a policy that lets the page run these scripts and style itself, and nothing else."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    own = "style-src 'unsafe-inline'; img-src data: blob:"
-    return f"default-src 'none'; script-src {allowed}; {own}; base-uri 'none'; form-action 'none'"
 
 
 class _Lines(str):
