@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -13,7 +13,6 @@ import numpy as np
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.base import kind_of
-from asyncrl.config.data_section import DataConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.mixture import Shares
 from asyncrl.data.prompts import PromptSource, load_tokenizer
@@ -42,19 +41,22 @@ class PairsFile:
     """JSON lines with TRL's columns `prompt`, `chosen`, `rejected`, and the step."""
 
     def __init__(self, path: Path, prompts: Asked, decode: Decode, *, step: int) -> None:
-        """Append to the file, without the pairs of steps after `step`, which will be trained again."""
-        _forget(path, step)
+        """Append to the file, without the pairs of steps after `step`, which will be trained again.
+
+        Lines broken by a crash or a full disk are removed, too.
+        """
+        if path.exists():
+            with path.open("rb+") as file:  # in place, behind what is read: there may be no room for a copy
+                for record in Tail(path):
+                    if record["step"] > step:
+                        break
+                    file.write(json.dumps(record).encode() + b"\n")
+                file.truncate()
         self._lines, self._prompts, self._decode = Lines(path), prompts, decode
 
     def write(self, step: Step) -> None:
         """Append a line for each group of the step whose rewards, after shaping, differ."""
-        self._lines.write([*self._pairs(step)])
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def _pairs(self, step: Step) -> Iterator[dict[str, Any]]:
-        rewards = iter(step.plan.rewards.rewards_S.tolist())
+        pairs, rewards = [], iter(step.plan.rewards.rewards_S.tolist())
         for group in step.collected.groups:
             scored = [(next(rewards), rollout) for rollout in group.rollouts]
             (most, best), (least, worst) = (of(scored, key=lambda one: one[0]) for of in (max, min))
@@ -65,30 +67,23 @@ class PairsFile:
             chosen, rejected = (
                 [{"role": "assistant", "content": self._decode(ids)}]
                 if not isinstance(asked, str)
-                else text_after(self._decode, best.prompt_ids.tolist(), ids)
+                else _text_after(self._decode, best.prompt_ids.tolist(), ids)
                 for ids in answers
             )
-            yield {"step": step.version, "prompt": asked, "chosen": chosen, "rejected": rejected}
+            pairs.append({"step": step.version, "prompt": asked, "chosen": chosen, "rejected": rejected})
+        self._lines.write(pairs)
+
+    def close(self) -> None:
+        self._lines.close()
 
 
-def text_after(decode: Decode, before: Sequence[int], ids: Sequence[int]) -> str:
+def _text_after(decode: Decode, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text that the tokens add to those before them.
 
     Tokenizers such as Llama 2's drop a leading blank: a response decoded alone would be glued to its prompt.
     """
     start, whole = decode(before), decode([*before, *ids])
     return whole[len(start) :] if whole.startswith(start) else decode(ids)
-
-
-def _forget(path: Path, step: int) -> None:
-    """Cut the file before the first line of a later step, and remove lines broken by crash or full disk."""
-    if path.exists():
-        with path.open("rb+") as file:  # in place, behind what is read: there may be no room for a copy
-            for record in Tail(path):
-                if record["step"] > step:
-                    break
-                file.write(json.dumps(record).encode() + b"\n")
-            file.truncate()
 
 
 @dataclass(slots=True)
@@ -176,6 +171,7 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
         source = PromptSource.of(config)
         asked = {np.array(one.token_ids, np.int32).tobytes(): one.messages or one.text for one in source}
         pairs = PairsFile(directory.pairs, asked, source.decode, step=step)
+    sources, shares = config.data.train, Shares(config.data.shares)
     return Reporting(
         trackers,
         Timeline(directory.trace if config.telemetry.trace else None),
@@ -184,13 +180,8 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
         samples_per_step=config.telemetry.samples_per_step,
         exporter=exporter,
         pairs=pairs,
-        source_of=_source_of(config.data) if len(config.data.train) > 1 else None,
+        source_of=(lambda ticket: sources[shares.source(ticket)].label) if len(sources) > 1 else None,
     )
-
-
-def _source_of(data: DataConfig) -> Callable[[int], str]:
-    shares = Shares(data.shares)
-    return lambda ticket_id: data.train[shares.source(ticket_id)].label
 
 
 def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
@@ -303,7 +294,7 @@ def _judgements(group: Group, rollout: Rollout) -> list[dict[str, Any]]:
 def _conversation(rollout: Rollout, decode: Decode) -> str:
     """Return the response, with marks before what its environment wrote and before the next answer."""
     if rollout.action_mask.all():
-        return text_after(decode, rollout.prompt_ids.tolist(), rollout.response_ids.tolist())
+        return _text_after(decode, rollout.prompt_ids.tolist(), rollout.response_ids.tolist())
     changes = np.flatnonzero(np.diff(rollout.action_mask)) + 1
     speakers = rollout.action_mask[[0, *changes]]
     return "".join(
