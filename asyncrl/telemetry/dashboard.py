@@ -49,7 +49,11 @@ def render(state: RunView, width: int, height: int | None = None) -> Group:
     kept_for_samples = 3 if left < 12 else 8
     generators = _generators(state, width, max(3, min(14, left - kept_for_samples)))
     left -= len(generators)
-    lines = [*figures, *curve_lines, *generators, *_samples(state, width, left)]
+    lines = [*figures, *curve_lines, *generators]
+    if left >= 3:
+        count = max(1, min(3, left // 4))
+        for sample in list(state.samples)[::-1][:count]:
+            lines += sample_lines(sample, width, min(6, left // count))
     return Group(*lines[:height])
 
 
@@ -137,11 +141,18 @@ def _figures(state: RunView, width: int) -> list[Text]:
         ("compute", compute),
         ("waiting", f"lrn {share(state.idle_learner)}  {idle}"),
     ]
+    left = [one_line(Text.assemble((f"{name:<9}", "dim"), text), column - 1) for name, text in learning]
+    right = [Text.assemble((f"{name:<10}", "dim"), text) for name, text in machinery]
+    return _side_by_side(left, right, column, width)
+
+
+def _side_by_side(left: Sequence[Text], right: Sequence[Text], column: int, width: int) -> list[Text]:
+    """Return lines of `left` that go on with those of `right`, which begin at a column."""
     lines = []
-    for left, right in zip(learning, machinery, strict=True):
-        line = one_line(Text.assemble((f"{left[0]:<9}", "dim"), left[1]), column - 1)
+    for first, second in zip_longest(left, right, fillvalue=Text("")):
+        line = first.copy()
         line.pad_right(column - line.cell_len)
-        lines.append(one_line(line.append_text(Text.assemble((f"{right[0]:<10}", "dim"), right[1])), width))
+        lines.append(one_line(line.append_text(second), width))
     return lines
 
 
@@ -210,7 +221,7 @@ def _hosts(state: RunView, width: int) -> list[Text]:
     return [one_line(line, width)] if state.hosts else []
 
 
-def _curves(state: RunView, width: int, height: int) -> list[Text]:
+def _curves(state: RunView, width: int, height: int) -> Sequence[Text]:
     """Return rewards in training and of the first held-out set side by side, if that has two evaluations."""
     name = next(iter(of_sets("eval/reward_mean", state.history.names)), "eval/reward_mean")
     reward, evaluated = state.history.series("reward/mean"), state.history.series(name)
@@ -221,12 +232,7 @@ def _curves(state: RunView, width: int, height: int) -> list[Text]:
     column = (width - 1) // 2
     left = curve("reward/mean", reward, width=column, height=height, style="cyan")
     right = curve(name, evaluated, width=column, height=height, style="green")
-    lines = []
-    for first, second in zip_longest(left, right, fillvalue=Text("")):
-        line = first.copy()
-        line.pad_right(column + 1 - line.cell_len)
-        lines.append(one_line(line.append_text(second), width))
-    return lines
+    return _side_by_side(left, right, column + 1, width)
 
 
 def _generators(state: RunView, width: int, height: int) -> list[Text]:
@@ -284,17 +290,11 @@ def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Text:
     return Text(text, "dim")
 
 
-def _samples(state: RunView, width: int, height: int) -> list[Text]:
-    """Return the newest rollouts: a head, the end of the prompt, and the part of the response that fits."""
-    if height < 3:
-        return []
-    count = max(1, min(3, height // 4))
-    newest = list(state.samples)[::-1][:count]
-    return [line for sample in newest for line in sample_lines(sample, width, min(6, height // count))]
-
-
 def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
-    """Return a rollout in at most `height` lines (2: without its prompt), its control characters visible."""
+    """Return a rollout in at most `height` lines: a head, the end of the prompt, the response as it fits.
+
+    With 2 lines it is without its prompt. Its control characters are visible.
+    """
     width = max(width, NARROWEST)
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
     versions = sorted({version for version, _ in sample.versions})
@@ -319,14 +319,13 @@ def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
     return lines
 
 
-def curve(title: str, series: Series, *, width: int, height: int, style: str) -> list[Text]:
-    """Return `height` lines of at most `width` cells: a title with the newest value, then the curve."""
-    return [line.copy() for line in _drawn(title, series, width, height, style)]
-
-
 @functools.lru_cache(maxsize=8)
-def _drawn(title: str, series: Series, width: int, height: int, style: str) -> tuple[Text, ...]:
-    """Cached, because drawing dominates the cost of a dashboard and nothing changes between two steps."""
+def curve(title: str, series: Series, *, width: int, height: int, style: str) -> tuple[Text, ...]:
+    """Return `height` lines of at most `width` cells: a title with the newest value, then the curve.
+
+    Cached, because drawing dominates the cost of a dashboard and nothing changes between two steps: copy a
+    line before you change it.
+    """
     newest = number(series[-1][1]) if series else "no values yet"
     head = one_line(Text.assemble((title, "bold"), " ", newest), width)
     if len(series) < 2 or height < 5 or width < 10:
