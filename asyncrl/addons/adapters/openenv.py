@@ -70,13 +70,11 @@ class _Text(_Connection):
     action: Mapping[str, Any]
 
     def reset(self, **row: Any) -> str:
-        """Begin, and return the first observation. Raises ConnectionError."""
         self._open()
         said = _shown(self._ask("reset", row)["observation"])
         return said if _only_text(self.action) else f"An action is {_described(self.action)}.\n{said}"
 
     def step(self, response: str) -> tuple[str, float | None, bool]:
-        """Take the action in a response. Raises ConnectionError."""
         field = _only_text(self.action)
         action = {field: response} if field else last_json(response, "{")
         if action is None:
@@ -92,7 +90,6 @@ class _Tools(_Connection):
     """An environment with tools; its reward is the sum of those of the calls."""
 
     def reset(self, **row: Any) -> str:
-        """Begin, and return the first observation. Raises ConnectionError."""
         self._open()
         self._reward: float | None = None
         self._done = False
@@ -103,7 +100,6 @@ class _Tools(_Connection):
         return self._reward
 
     def is_done(self) -> bool:
-        """Say whether the episode is over."""
         return self._done
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
