@@ -67,14 +67,11 @@ def trl_takes_the_settings(stage: str, trl: Mapping[str, Any]) -> Iterator[Mista
     yield from misnamed("trl", trl, refused, known, f"field of {kind}", "huggingface.co/docs/trl lists them")
     for name, value in trl.items():
         key, allowed = f"trl.{name}", (known or {}).get(name, "Any")
-        if not refused(name) and not _fits(value, allowed):
+        types = set(re.findall(r"[\w.]+", re.sub(r"\[[^|]*\]", "", allowed)))
+        fits = any(isinstance(value, _TYPES[one]) for one in types & _TYPES.keys())
+        fits = fits and (not isinstance(value, bool) or "bool" in types)
+        if types <= _TYPES.keys() and not fits and not refused(name):
             yield Mistake((key,), f"{key} is {shown(value)}; {kind} allows {allowed}; correct the value")
-
-
-def _fits(value: Any, annotation: str) -> bool:
-    names = set(re.findall(r"[\w.]+", re.sub(r"\[[^|]*\]", "", annotation)))
-    is_right = any(isinstance(value, _TYPES[name]) for name in names & _TYPES.keys())
-    return not names <= _TYPES.keys() or (is_right and (not isinstance(value, bool) or "bool" in names))
 
 
 @functools.cache
