@@ -1,7 +1,6 @@
 """Everything that the learner shows of its run: metrics, samples, timeline. A failure here fails no step."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
@@ -135,13 +134,11 @@ class Reporting:
                 replace_text(path, "".join(json.dumps(to_json(asdict(one))) + "\n" for one in records))
 
     def checkpoint(self, version: int, seconds: float) -> None:
-        """Report a checkpoint that has just been saved."""
         self.log({"time/checkpoint": seconds}, step=version)
         with self.guard("timeline"):
             self.timeline.checkpoint(version, seconds)
 
     def update(self, generator_id: str, report: UpdateReport) -> None:
-        """Report an update that a generator has just finished."""
         with self.guard("timeline"):
             self.timeline.update(generator_id, report)
 
@@ -221,12 +218,11 @@ def eval_records(
     for number, group in enumerate(groups, start=1):
         alive()  # thousands of long answers take longer than a process may be silent
         if group.dead_reason is not None:
-            lost = _dropped(group, f"held-out, {group.dead_reason}", version, decode)
-            records.append(replace(lost, prompt_number=number))
+            reason = f"held-out, {group.dead_reason}"
+            records.append(_dropped(group, reason, version, decode, prompt_number=number))
         for sample, episode in enumerate(group.by_episode, start=1):
-            for rollout in episode:
-                record = _record(group, rollout, version, decode, kind="eval", advantage=0.0)
-                records.append(replace(record, prompt_number=number, sample_number=sample))
+            of = {"kind": "eval", "advantage": 0.0, "prompt_number": number, "sample_number": sample}
+            records += [_record(group, rollout, version, decode, **of) for rollout in episode]
     return records
 
 
@@ -237,26 +233,16 @@ def few(records: Sequence[SampleRecord]) -> list[SampleRecord]:
     return [record for record in records if record.kind == "dropped"][:SHOWN] + firsts[:SHOWN]
 
 
-def _dropped(group: Group, reason: str, step: int, decode: Decode) -> SampleRecord:
+def _dropped(group: Group, reason: str, step: int, decode: Decode, prompt_number: int = 0) -> SampleRecord:
     """Return a record of the group's best rollout; a dead group has no rollouts, but a reason."""
+    more: dict[str, Any] = {"kind": "dropped", "reason": reason, "prompt_number": prompt_number}
     if group.rollouts:
         best = max(group.rollouts, key=lambda rollout: rollout.reward)
-        return _record(group, best, step, decode, kind="dropped", reason=reason)
-    return SampleRecord(
-        step=step, ticket_id=group.ticket_id, generator_id=group.generator_id, kind="dropped", reason=reason
-    )
+        return _record(group, best, step, decode, **more)
+    return SampleRecord(step=step, ticket_id=group.ticket_id, generator_id=group.generator_id, **more)
 
 
-def _record(
-    group: Group,
-    rollout: Rollout,
-    step: int,
-    decode: Decode,
-    *,
-    kind: str,
-    advantage: float = math.nan,
-    reason: str = "",
-) -> SampleRecord:
+def _record(group: Group, rollout: Rollout, step: int, decode: Decode, **more: Any) -> SampleRecord:
     return SampleRecord(
         step=step,
         ticket_id=group.ticket_id,
@@ -264,14 +250,12 @@ def _record(
         response=_conversation(rollout, decode),
         reward=rollout.reward,
         parts=dict(rollout.reward_parts),
-        advantage=advantage,
         versions=[(span.version, span.tokens) for span in rollout.version_spans],
         finish_reason=rollout.finish_reason,
         generator_id=group.generator_id,
-        kind=kind,
-        reason=reason,
         answer=rollout.answer or "",
         judgements=_judgements(group, rollout),
+        **more,
     )
 
 

@@ -21,7 +21,7 @@ from asyncrl.results.charts import CURVES, Chart, Curve, by_minute, lines
 from asyncrl.results.page import Section, Table, render_page
 from asyncrl.run.directory import RunDirectory, find_run, write_text
 from asyncrl.telemetry.base import sample_from
-from asyncrl.telemetry.history import Points, Series, Which, highest, of_sets, set_of
+from asyncrl.telemetry.history import Points, Which, chosen, of_sets, set_of
 from asyncrl.telemetry.jsonl import Tail
 from asyncrl.telemetry.text import duration, number
 
@@ -95,10 +95,7 @@ SCORES: Mapping[str, Callable[[float], float]] = {
     "eval/accuracy": lambda reward: float(is_solved(reward)),
     "eval/reward_mean": float,
 }
-CHOICES: Mapping[str, Callable[[Series], int]] = {
-    "last": lambda series: series[-1][0],
-    "best": lambda series: highest(series)[0],
-}
+CHOICES: tuple[Which, ...] = ("last", "best")
 CERTAIN = 2.0  # times the error: chance alone makes 19 of 20 differences smaller
 
 
@@ -118,8 +115,8 @@ def gaps(archives: Mapping[str, Archive]) -> list[Table]:
     for (before, one), (after, other) in combinations(archives.items(), 2):
         both = [name for name in one.names if name in other.names]
         for name, score in {each: one for one in SCORES for each in of_sets(one, both)}.items():
-            for which, choose in CHOICES.items():
-                steps = [(run, choose(run.history.series(name))) for run in (one, other)]
+            for which in CHOICES:
+                steps = [(run, chosen(run.history.series(name), which)[0]) for run in (one, other)]
                 files = (run.directory.evaluation(step, set_of(name)) for run, step in steps)
                 pairs = paired(score, *map(read, files))
                 first, second = (run.history.rows[step] for run, step in steps)

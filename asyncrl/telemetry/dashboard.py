@@ -18,7 +18,7 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.advice import bottleneck
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import Series, highest, of_sets, score, set_of, thinned
+from asyncrl.telemetry.history import Series, chosen, of_sets, score, set_of, thinned
 from asyncrl.telemetry.state import RunView
 from asyncrl.telemetry.status import PLACES, SILENT_S
 from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
@@ -34,7 +34,7 @@ UNLIMITED_LINES = 40  # lines below the figures where the height of the terminal
 def render(state: RunView, width: int, height: int | None = None) -> Group:
     """Return the dashboard at `width` columns, cut to `height` lines (at least 12) if a height is given."""
     width = max(width, NARROWEST)
-    figures = [_header(state, width), _advice(state, width), *_alarms(state, width)]
+    figures = [_header(state, width), *_urgent(state, width)]
     if state.is_stage:
         return Group(*[*figures, *_of_stage(state, width)][:height])
     figures += [
@@ -73,32 +73,28 @@ def _header(state: RunView, width: int) -> Text:
     return one_line(Text.assemble(head, bar if room >= 4 else "", tail), width)
 
 
-def _advice(state: RunView, width: int) -> Text:
+def _urgent(state: RunView, width: int) -> list[Text]:
+    """Return what a person should read first, and while alarms are active their metrics and what to do."""
     if state.silent_s > SILENT_S:
         silent = f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl"
         line = Text(silent, "bold red")
     elif state.status and state.status.message:
         line = Text(visible(state.status.message), "bold")
         if state.status.is_final:
-            return line  # the reason is worth more than a line
+            line.overflow = "fold"  # the reason is worth more than a line
     elif state.status and state.status.is_final:
         line = Text(f"the run has {state.status.state}", "bold")
     elif state.notes and (state.status is None or state.now - state.notes[-1].at < NOTE_S):
         line = Text(f"! {visible(str(state.notes[-1]))}", "bold yellow")
     else:
         line = Text(f"> {bottleneck(state)}", "magenta")
-    return one_line(line, width)
-
-
-def _alarms(state: RunView, width: int) -> list[Text]:
-    """Return one red line while an alarm is active: its metric and, if there is room, what to do."""
-    alarms = {name: ALARMS[name] for name in state.alarms if name in ALARMS}
-    if not alarms:
-        return []
-    latest = {alarm.metric: state.history.latest(alarm.metric) for alarm in alarms.values()}
-    values = ", ".join(f"{metric} {number(value)}" for metric, value in latest.items())
-    cures = "; ".join(alarm.cure for alarm in alarms.values())
-    return [one_line(Text(f"! {values}: {cures}", "bold red"), width)]
+    lines = [line if line.overflow else one_line(line, width)]
+    if alarms := [ALARMS[name] for name in state.alarms if name in ALARMS]:
+        metrics = dict.fromkeys(alarm.metric for alarm in alarms)
+        values = ", ".join(f"{metric} {number(state.history.latest(metric))}" for metric in metrics)
+        cures = "; ".join(alarm.cure for alarm in alarms)
+        lines.append(one_line(Text(f"! {values}: {cures}", "bold red"), width))
+    return lines
 
 
 def _figures(state: RunView, width: int) -> list[Text]:
@@ -116,7 +112,7 @@ def _figures(state: RunView, width: int) -> list[Text]:
         scores.append(f"{visible(set_of(name))} {score(state.history.rows[evaluated[-1][0]], name)}".strip())
     held_out = "  ".join(scores) or "-"
     if len(scores) == 1:
-        at, value = highest(evaluated)
+        at, value = chosen(evaluated, "best")
         best = f"  best {number(value)} at step {at}"
         held_out += best if len("held-out ") + cell_len(held_out + best) < column else ""
     bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""

@@ -43,7 +43,6 @@ class Dashboard:
         self._live.update(render(state, self._console.width, self._console.height), refresh=True)
 
     def close(self) -> None:
-        """Restore the terminal and print the last picture."""
         self._live.stop()
         if self._last:
             self._console.print(render(self._last, self._console.width))

@@ -10,7 +10,7 @@ SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"}
 
 def visible(text: str) -> str:
     """Replace every character that could move the cursor, colour or reorder text by a sign."""
-    return "".join(_sign(character) for character in text)
+    return "".join(map(_sign, text))
 
 
 def visible_lines(text: str) -> str:
