@@ -7,7 +7,6 @@ the page's Content-Security-Policy would run no script except the two that it na
 import base64
 import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from asyncrl.errors import from_extra
 from asyncrl.results.charts import Chart
 from asyncrl.results.recorded import sample_head
 from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.jsonl import to_json
 from asyncrl.telemetry.text import visible, visible_lines
 
 DRAW = """
@@ -75,7 +75,7 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         sections=sections,
         sample_head=sample_head,
         next_number=partial(next, itertools.count()),
-        charts=[json.loads(chart.figure.to_json()) for chart in charts],
+        charts=[to_json(chart.figure) for chart in charts],
         policy=f"default-src 'none'; script-src {allowed}; {own}; base-uri 'none'; form-action 'none'",
         plotly=plotly,
         draw=DRAW,

@@ -113,18 +113,14 @@ def _summary(archive: Archive) -> Section:
         if shown := [f"{reason} {count:,.0f}" for reason, count in sorted(counts.items()) if count]:
             facts.append((title, ", ".join(shown)))
     message = archive.status.message if archive.status else ""
-    tables = [headline_table(archive), *_alarms(archive)]
-    return Section(title="Summary", note=message, facts=facts, tables=tables)
-
-
-def headline_table(archive: Archive) -> Table:
-    """Return first, last and best value of the most important metrics."""
     rows = []
     for name in [name for wanted in HEADLINES for name in of_sets(wanted, archive.names)]:
-        shown = partial(archive.history.shown, name)
-        best = shown("best") if name.startswith(HIGHER_IS_BETTER) else ""
-        rows.append((name, shown("first"), shown("last"), best))
-    return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
+        of = partial(archive.history.shown, name)
+        best = of("best") if name.startswith(HIGHER_IS_BETTER) else ""
+        rows.append((name, of("first"), of("last"), best))
+    title = "before and after" if rows else "no step yet"
+    tables = [Table(("metric", "first", "last", "best"), rows, title), *_alarms(archive)]
+    return Section(title="Summary", note=message, facts=facts, tables=tables)
 
 
 def age_tables(archive: Archive) -> list[Table]:
