@@ -256,16 +256,10 @@ def read_state(directory: Path) -> RunView:
 
 def _members(status: StatusSnapshot | None, rows: Mapping[str, Sequence[Row]]) -> tuple[MemberStatus, ...]:
     """Return the generators in the learner's status; before it writes one, those that write metrics."""
+    unknown: dict[str, Any] = {"state": "unknown", "version": 0, "silent_s": 0.0, "metrics": {}}
+    members = status.members if status else [MemberStatus(generator_id=name, **unknown) for name in rows]
     last = {name: lines[-1] if lines else {} for name, lines in rows.items()}
-    if status is not None:
-        return tuple(
-            replace(member, metrics={**last.get(member.generator_id, {}), **member.metrics})
-            for member in status.members
-        )
-    return tuple(
-        MemberStatus(generator_id=name, state="unknown", version=0, silent_s=0.0, metrics=metrics)
-        for name, metrics in last.items()
-    )
+    return tuple(replace(one, metrics={**last.get(one.generator_id, {}), **one.metrics}) for one in members)
 
 
 def _mean_share(generators: Iterable[Sequence[Row]], name: str) -> float | None:
