@@ -37,13 +37,26 @@ def environment(name: str) -> Any:
     Raises ImportError, ValueError for an option, and TypeError for a taskset that is not played here.
     """
     taskset = _taskset(name)
-    playing = _Playing(taskset)
     task_type = taskset.task_type()
     data_type = task_type.data_type()
+    stack = AsyncExitStack()
+    serving: asyncio.Task[Mapping[str, Any]] | None = None  # the tools that the episodes of a process share
 
     async def rollout(session: Any, task: Mapping[str, Any]) -> dict[str, float]:
+        nonlocal serving
         played = task_type(data_type.model_validate(task), taskset.config.task)
-        trace = await playing.play(session, played)
+        if serving is None or (serving.done() and serving.exception()):
+            shared = serve_shared(taskset.toolsets(taskset.config))
+            serving = asyncio.create_task(stack.enter_async_context(shared))
+        tools = await asyncio.shield(serving)
+        harness, model = NullHarnessConfig(id="null"), _Model(session)
+        config = vf.AgentConfig(model="policy", harness=harness, runtime=vf.SubprocessConfig())
+        async with _Server(model, tools) as server:
+            agent = vf.Agent(config, interception=server)
+            agent.harness = _Chat(harness, model)
+            trace = await agent.run(played, tools=tools)
+        if model.spent and not trace.num_turns:  # no turn was left for the first one
+            raise model.spent
         if not trace.ok or None in trace.rewards.values():
             error = trace.last_error
             why = f"{error.type}: {error.message}" if error else f"no reward after {trace.stop_condition}"
@@ -87,31 +100,6 @@ def _taskset(name: str) -> Any:
             found = f"its {type(tools).__name__} runs in {tools.config.runtime.type}"
             raise TypeError(f"verifiers:{taskset_id}: {found}; {allowed} that run on this host")
     return taskset
-
-
-class _Playing:
-    """Plays the episodes of a process, which share the tools of the taskset."""
-
-    def __init__(self, taskset: Any) -> None:
-        self._taskset = taskset
-        self._stack = AsyncExitStack()
-        self._tools: asyncio.Task[Mapping[str, Any]] | None = None
-
-    async def play(self, session: Any, task: Any) -> Any:
-        """Return the trace of an episode. Raises BudgetSpent if no turn was left for the first one."""
-        if self._tools is None or (self._tools.done() and self._tools.exception()):
-            serving = serve_shared(self._taskset.toolsets(self._taskset.config))
-            self._tools = asyncio.create_task(self._stack.enter_async_context(serving))
-        tools = await asyncio.shield(self._tools)
-        harness, model = NullHarnessConfig(id="null"), _Model(session)
-        config = vf.AgentConfig(model="policy", harness=harness, runtime=vf.SubprocessConfig())
-        async with _Server(model, tools) as server:
-            agent = vf.Agent(config, interception=server)
-            agent.harness = _Chat(harness, model)
-            trace = await agent.run(task, tools=tools)
-        if model.spent and not trace.num_turns:
-            raise model.spent
-        return trace
 
 
 class _Server(InterceptionServer):  # type: ignore[misc]
