@@ -18,12 +18,8 @@ COLOURS = ("#1f5fbf", "#d9730d", "#2a9d62", "#c03a5b", "#7a56c2", "#8a6d3b", "#0
 GRID = "#e6e9ed"
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A figure and its title, which stands outside the figure because a legend may need several rows."""
-
-    title: str
-    figure: Mapping[str, Any]  # `data` and `layout` of plotly
+# `data` and `layout` of plotly, and the `title`: it stands outside because a legend may need several rows.
+Chart = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,4 +178,4 @@ def lines(
         "xaxis": axis | {"title": {"text": x, "standoff": 6}},
         "yaxis": axis | scale | {"title": {"text": y, "standoff": 6}},
     }
-    return Chart(title, {"data": curves, "layout": layout})
+    return {"title": title, "data": curves, "layout": layout}

@@ -54,7 +54,6 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     """Return the whole file. Raises MissingLibrary without plotly."""
     with from_extra("report"):
         from plotly.offline import get_plotlyjs
-    charts = [chart for section in sections for chart in section.charts]
     plotly = get_plotlyjs()
     # The page may run these two scripts and style itself, and nothing else.
     digests = (hashlib.sha256(script.encode()).digest() for script in (plotly, DRAW))
@@ -75,7 +74,7 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         sections=sections,
         sample_head=sample_head,
         next_number=partial(next, itertools.count()),
-        charts=[to_json(chart.figure) for chart in charts],
+        charts=[to_json(chart) for section in sections for chart in section.charts],
         policy=f"default-src 'none'; script-src {allowed}; {own}; base-uri 'none'; form-action 'none'",
         plotly=plotly,
         draw=DRAW,
