@@ -243,11 +243,21 @@ def _dropped(group: Group, reason: str, step: int, decode: Decode, prompt_number
 
 
 def _record(group: Group, rollout: Rollout, step: int, decode: Decode, **more: Any) -> SampleRecord:
+    prompt_ids = rollout.prompt_ids.tolist()
+    if rollout.action_mask.all():
+        response = _text_after(decode, prompt_ids, rollout.response_ids.tolist())
+    else:  # with marks before what its environment wrote and before the next answer
+        changes = np.flatnonzero(np.diff(rollout.action_mask)) + 1
+        speakers = rollout.action_mask[[0, *changes]]
+        response = "".join(
+            ("\n[model] " if is_model else "\n[environment] ") + decode(ids.tolist())
+            for is_model, ids in zip(speakers, np.split(rollout.response_ids, changes), strict=True)
+        ).lstrip("\n")
     return SampleRecord(
         step=step,
         ticket_id=group.ticket_id,
-        prompt=decode(rollout.prompt_ids.tolist()),
-        response=_conversation(rollout, decode),
+        prompt=decode(prompt_ids),
+        response=response,
         reward=rollout.reward,
         parts=dict(rollout.reward_parts),
         versions=[(span.version, span.tokens) for span in rollout.version_spans],
@@ -273,15 +283,3 @@ def _judgements(group: Group, rollout: Rollout) -> list[dict[str, Any]]:
         ]
     except (ValueError, LookupError, TypeError, RecursionError):  # a frame can hold any bytes
         return []
-
-
-def _conversation(rollout: Rollout, decode: Decode) -> str:
-    """Return the response, with marks before what its environment wrote and before the next answer."""
-    if rollout.action_mask.all():
-        return _text_after(decode, rollout.prompt_ids.tolist(), rollout.response_ids.tolist())
-    changes = np.flatnonzero(np.diff(rollout.action_mask)) + 1
-    speakers = rollout.action_mask[[0, *changes]]
-    return "".join(
-        ("\n[model] " if is_model else "\n[environment] ") + decode(ids.tolist())
-        for is_model, ids in zip(speakers, np.split(rollout.response_ids, changes), strict=True)
-    ).lstrip("\n")

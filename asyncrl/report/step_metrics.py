@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
@@ -231,22 +230,12 @@ def _staleness_metrics(step: Step) -> dict[str, float]:
     lag_T, in_queue_T = np.concatenate(lag), np.concatenate(in_queue)
     if not lag_T.size:
         return {}
-    in_flight_T = lag_T - in_queue_T
-    return {
-        "staleness/mean": float(lag_T.mean()),
-        "staleness/max": float(lag_T.max()),
-        "staleness/in_queue": float(in_queue_T.mean()),
-        "staleness/in_flight": float(in_flight_T.mean()),
-        **{f"staleness/in_queue/{steps}": share for steps, share in _histogram(in_queue_T).items()},
-        **{f"staleness/in_flight/{steps}": share for steps, share in _histogram(in_flight_T).items()},
-        **step.plan.masked,
-    }
-
-
-def _histogram(steps_T: NDArray[np.int64]) -> dict[int, float]:
-    """Return the share of the tokens by number of steps."""
-    counts = np.bincount(np.clip(steps_T, 0, LONGEST_LAG))
-    return {steps: float(count) / steps_T.size for steps, count in enumerate(counts)}
+    metrics = {"staleness/mean": float(lag_T.mean()), "staleness/max": float(lag_T.max())}
+    for name, steps_T in (("in_queue", in_queue_T), ("in_flight", lag_T - in_queue_T)):
+        metrics[f"staleness/{name}"] = float(steps_T.mean())
+        for steps, count in enumerate(np.bincount(np.clip(steps_T, 0, LONGEST_LAG))):
+            metrics[f"staleness/{name}/{steps}"] = float(count) / steps_T.size  # a share of the tokens
+    return {**metrics, **step.plan.masked}
 
 
 def usage_metrics(step: Step, usage: Sequence[Usage]) -> dict[str, float]:

@@ -34,7 +34,7 @@ TOLD_STEPS = 3  # first steps in which a share of truncated responses is said th
 MOVED_NATS = 1.0
 # The log-probability of chosen answers relative to its first value, mean of `FLAT_STEPS` steps. Both are
 # negative: above 1 it falls, as it does where training only makes the rejected answers fall faster.
-CHOSEN_FALL = 1.5
+CHOSEN, CHOSEN_FALL = "preference/chosen_logprob", 1.5
 FLAT_STEPS = 5  # steps in a row with no signal: a single small batch may have none by chance
 WINDOW = 20  # steps that are remembered
 QUIET_STEPS = 5  # steps in a row without cause that end an alarm: a metric at its threshold logs rarely
@@ -72,11 +72,6 @@ def _truncated(value: float, past: Past) -> bool:
     """Find a large share; if it was large in all first steps, only in these: the length may be the task."""
     least = min(row.get("completions/truncated_share", 0.0) for row in (past.first, *past.recent))
     return value > TRUNCATED and (len(past.recent) < TOLD_STEPS or least <= TRUNCATED)
-
-
-def _chosen(value: float, past: Past) -> bool:
-    last = past.in_a_row("preference/chosen_logprob", value)
-    return bool(last) and sum(last) / FLAT_STEPS < CHOSEN_FALL * past.first["preference/chosen_logprob"]
 
 
 ALARMS: Mapping[str, _Alarm] = {
@@ -117,8 +112,9 @@ ALARMS: Mapping[str, _Alarm] = {
         "all rewards of a group are equal: use easier or harder prompts, or another reward; see the samples",
     ),
     "chosen": _Alarm(
-        "preference/chosen_logprob",
-        _chosen,
+        CHOSEN,
+        # Without enough steps the sum is 0, which no log-probability exceeds.
+        lambda now, past: sum(past.in_a_row(CHOSEN, now)) / FLAT_STEPS < CHOSEN_FALL * past.first[CHOSEN],
         "the preferred answers become unlikely, too, or longer (completions/length_mean): raise beta of the "
         "advantage, lower learner.optimizer.lr, or take best_of_n",
     ),
