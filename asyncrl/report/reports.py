@@ -1,8 +1,7 @@
 """Everything that the learner shows of its run: metrics, samples, timeline. A failure here fails no step."""
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -13,7 +12,6 @@ import numpy as np
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.base import kind_of
-from asyncrl.config.data_section import DataConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sample_plan import Shares
@@ -42,19 +40,22 @@ class PairsFile:
     """JSON lines with TRL's columns `prompt`, `chosen`, `rejected`, and the step."""
 
     def __init__(self, path: Path, prompts: Asked, decode: Decode, *, step: int) -> None:
-        """Append to the file, without the pairs of steps after `step`, which will be trained again."""
-        _forget(path, step)
+        """Append to the file, without the pairs of steps after `step`, which will be trained again.
+
+        Lines broken by a crash or a full disk are removed, too.
+        """
+        if path.exists():
+            with path.open("rb+") as file:  # in place, behind what is read: there may be no room for a copy
+                for record in Tail(path):
+                    if record["step"] > step:
+                        break
+                    file.write(json.dumps(record).encode() + b"\n")
+                file.truncate()
         self._lines, self._prompts, self._decode = Lines(path), prompts, decode
 
     def write(self, step: Step) -> None:
         """Append a line for each group of the step whose rewards, after shaping, differ."""
-        self._lines.write([*self._pairs(step)])
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def _pairs(self, step: Step) -> Iterator[dict[str, Any]]:
-        rewards = iter(step.plan.rewards.rewards_S.tolist())
+        pairs, rewards = [], iter(step.plan.rewards.rewards_S.tolist())
         for group in step.collected.groups:
             scored = [(next(rewards), rollout) for rollout in group.rollouts]
             (most, best), (least, worst) = (of(scored, key=lambda one: one[0]) for of in (max, min))
@@ -65,30 +66,23 @@ class PairsFile:
             chosen, rejected = (
                 [{"role": "assistant", "content": self._decode(ids)}]
                 if not isinstance(asked, str)
-                else text_after(self._decode, best.prompt_ids.tolist(), ids)
+                else _text_after(self._decode, best.prompt_ids.tolist(), ids)
                 for ids in answers
             )
-            yield {"step": step.version, "prompt": asked, "chosen": chosen, "rejected": rejected}
+            pairs.append({"step": step.version, "prompt": asked, "chosen": chosen, "rejected": rejected})
+        self._lines.write(pairs)
+
+    def close(self) -> None:
+        self._lines.close()
 
 
-def text_after(decode: Decode, before: Sequence[int], ids: Sequence[int]) -> str:
+def _text_after(decode: Decode, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text that the tokens add to those before them.
 
     Tokenizers such as Llama 2's drop a leading blank: a response decoded alone would be glued to its prompt.
     """
     start, whole = decode(before), decode([*before, *ids])
     return whole[len(start) :] if whole.startswith(start) else decode(ids)
-
-
-def _forget(path: Path, step: int) -> None:
-    """Cut the file before the first line of a later step, and remove lines broken by crash or full disk."""
-    if path.exists():
-        with path.open("rb+") as file:  # in place, behind what is read: there may be no room for a copy
-            for record in Tail(path):
-                if record["step"] > step:
-                    break
-                file.write(json.dumps(record).encode() + b"\n")
-            file.truncate()
 
 
 @dataclass(slots=True)
@@ -140,13 +134,11 @@ class Reporting:
                 replace_text(path, "".join(json.dumps(to_json(asdict(one))) + "\n" for one in records))
 
     def checkpoint(self, version: int, seconds: float) -> None:
-        """Report a checkpoint that has just been saved."""
         self.log({"time/checkpoint": seconds}, step=version)
         with self.guard("timeline"):
             self.timeline.checkpoint(version, seconds)
 
     def update(self, generator_id: str, report: UpdateReport) -> None:
-        """Report an update that a generator has just finished."""
         with self.guard("timeline"):
             self.timeline.update(generator_id, report)
 
@@ -176,6 +168,7 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
         source = PromptSource.of(config)
         asked = {np.array(one.token_ids, np.int32).tobytes(): one.messages or one.text for one in source}
         pairs = PairsFile(directory.pairs, asked, source.decode, step=step)
+    sources, shares = config.data.train, Shares(config.data.shares)
     return Reporting(
         trackers,
         Timeline(directory.trace if config.telemetry.trace else None),
@@ -184,13 +177,8 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
         samples_per_step=config.telemetry.samples_per_step,
         exporter=exporter,
         pairs=pairs,
-        source_of=_source_of(config.data) if len(config.data.train) > 1 else None,
+        source_of=(lambda ticket: sources[shares.source(ticket)].label) if len(sources) > 1 else None,
     )
-
-
-def _source_of(data: DataConfig) -> Callable[[int], str]:
-    shares = Shares(data.shares)
-    return lambda ticket_id: data.train[shares.source(ticket_id)].label
 
 
 def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
@@ -230,12 +218,11 @@ def eval_records(
     for number, group in enumerate(groups, start=1):
         alive()  # thousands of long answers take longer than a process may be silent
         if group.dead_reason is not None:
-            lost = _dropped(group, f"held-out, {group.dead_reason}", version, decode)
-            records.append(replace(lost, prompt_number=number))
+            reason = f"held-out, {group.dead_reason}"
+            records.append(_dropped(group, reason, version, decode, prompt_number=number))
         for sample, episode in enumerate(group.by_episode, start=1):
-            for rollout in episode:
-                record = _record(group, rollout, version, decode, kind="eval", advantage=0.0)
-                records.append(replace(record, prompt_number=number, sample_number=sample))
+            of = {"kind": "eval", "advantage": 0.0, "prompt_number": number, "sample_number": sample}
+            records += [_record(group, rollout, version, decode, **of) for rollout in episode]
     return records
 
 
@@ -246,41 +233,39 @@ def few(records: Sequence[SampleRecord]) -> list[SampleRecord]:
     return [record for record in records if record.kind == "dropped"][:SHOWN] + firsts[:SHOWN]
 
 
-def _dropped(group: Group, reason: str, step: int, decode: Decode) -> SampleRecord:
+def _dropped(group: Group, reason: str, step: int, decode: Decode, prompt_number: int = 0) -> SampleRecord:
     """Return a record of the group's best rollout; a dead group has no rollouts, but a reason."""
+    more: dict[str, Any] = {"kind": "dropped", "reason": reason, "prompt_number": prompt_number}
     if group.rollouts:
         best = max(group.rollouts, key=lambda rollout: rollout.reward)
-        return _record(group, best, step, decode, kind="dropped", reason=reason)
-    return SampleRecord(
-        step=step, ticket_id=group.ticket_id, generator_id=group.generator_id, kind="dropped", reason=reason
-    )
+        return _record(group, best, step, decode, **more)
+    return SampleRecord(step=step, ticket_id=group.ticket_id, generator_id=group.generator_id, **more)
 
 
-def _record(
-    group: Group,
-    rollout: Rollout,
-    step: int,
-    decode: Decode,
-    *,
-    kind: str,
-    advantage: float = math.nan,
-    reason: str = "",
-) -> SampleRecord:
+def _record(group: Group, rollout: Rollout, step: int, decode: Decode, **more: Any) -> SampleRecord:
+    prompt_ids = rollout.prompt_ids.tolist()
+    if rollout.action_mask.all():
+        response = _text_after(decode, prompt_ids, rollout.response_ids.tolist())
+    else:  # with marks before what its environment wrote and before the next answer
+        changes = np.flatnonzero(np.diff(rollout.action_mask)) + 1
+        speakers = rollout.action_mask[[0, *changes]]
+        response = "".join(
+            ("\n[model] " if is_model else "\n[environment] ") + decode(ids.tolist())
+            for is_model, ids in zip(speakers, np.split(rollout.response_ids, changes), strict=True)
+        ).lstrip("\n")
     return SampleRecord(
         step=step,
         ticket_id=group.ticket_id,
-        prompt=decode(rollout.prompt_ids.tolist()),
-        response=_conversation(rollout, decode),
+        prompt=decode(prompt_ids),
+        response=response,
         reward=rollout.reward,
         parts=dict(rollout.reward_parts),
-        advantage=advantage,
         versions=[(span.version, span.tokens) for span in rollout.version_spans],
         finish_reason=rollout.finish_reason,
         generator_id=group.generator_id,
-        kind=kind,
-        reason=reason,
         answer=rollout.answer or "",
         judgements=_judgements(group, rollout),
+        **more,
     )
 
 
@@ -298,15 +283,3 @@ def _judgements(group: Group, rollout: Rollout) -> list[dict[str, Any]]:
         ]
     except (ValueError, LookupError, TypeError, RecursionError):  # a frame can hold any bytes
         return []
-
-
-def _conversation(rollout: Rollout, decode: Decode) -> str:
-    """Return the response, with marks before what its environment wrote and before the next answer."""
-    if rollout.action_mask.all():
-        return text_after(decode, rollout.prompt_ids.tolist(), rollout.response_ids.tolist())
-    changes = np.flatnonzero(np.diff(rollout.action_mask)) + 1
-    speakers = rollout.action_mask[[0, *changes]]
-    return "".join(
-        ("\n[model] " if is_model else "\n[environment] ") + decode(ids.tolist())
-        for is_model, ids in zip(speakers, np.split(rollout.response_ids, changes), strict=True)
-    ).lstrip("\n")

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
@@ -35,9 +34,8 @@ def step_metrics(step: Step) -> dict[str, float]:
     sums = merge([*(result.metrics for result in step.results), group_metrics(step.plan.rewards)])
     sums.pop("skipped_steps", None)
     loss = sums.pop(LOSS, 0.0)
-    skipped, empty = _left_out(step.results)
     hint = "if it goes on, look at policy/grad_norm and */ratio/max, and lower learner.optimizer.lr"
-    _warn_of_skipped(f"step {step.version}", skipped, len(step.results), hint)
+    skipped, empty = _left_out(f"step {step.version}", step.results, hint)
     metrics = finish(sums) | {
         "policy/loss": loss / max(len(step.results), 1),
         "policy/grad_norm": float(np.max([result.grad_norm for result in step.results], initial=0.0)),
@@ -46,29 +44,28 @@ def step_metrics(step: Step) -> dict[str, float]:
         "policy/lr": step.results[-1].lr if step.results else 0.0,
         "weights/version": step.version,
     }
-    metrics |= (
-        preference_metrics(step.plan.rewards)
-        | _critic_metrics(step)
-        | dict(step.coefficients)
-        | dict(step.hook_metrics)
-    )
     if (expected_S := step.plan.rewards.expected_S) is not None:
         metrics["baseline/explained_variance"] = explained_variance(expected_S, step.plan.rewards.totals_S)
-    metrics |= _rollout_metrics(step) | _intake_metrics(step)
-    return metrics | _staleness_metrics(step) | _time_metrics(step)
+    metrics |= preference_metrics(step.plan.rewards) | _critic_metrics(step)
+    metrics |= dict(step.coefficients) | dict(step.hook_metrics)
+    metrics |= _rollout_metrics(step) | _intake_metrics(step) | _staleness_metrics(step)
+    total_s = sum(step.seconds.values())
+    tokens = sum(len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in step.plan.sequences)
+    return metrics | {
+        **{f"time/{name}": value for name, value in step.seconds.items()},
+        "time/step": total_s,
+        "idle/learner": step.seconds.get("wait_groups", 0.0) / total_s if total_s else 0.0,
+        "perf/learner_tokens_per_s": tokens / max(_working_s(step), 1e-9),
+    }
 
 
-def _left_out(results: Sequence[StepResult]) -> tuple[float, float]:
-    """Optimizer steps that were left out: those that were not finite, and those without a token to train."""
+def _left_out(where: str, results: Sequence[StepResult], hint: str) -> tuple[float, float]:
+    """Count the optimizer steps that were left out: (not finite, without a token to train); warn of these."""
     norms = [result.grad_norm for result in results if result.metrics.get("skipped_steps")]
-    skipped = sum(not math.isfinite(norm) for norm in norms)
-    return float(skipped), float(len(norms) - skipped)
-
-
-def _warn_of_skipped(where: str, skipped: float, steps: int, hint: str) -> None:
-    if skipped:
+    if skipped := sum(not math.isfinite(norm) for norm in norms):
         message = "%s: %d of %d optimizer steps were left out, as a loss or gradient was not finite; %s"
-        log.warning(message, where, skipped, steps, hint)
+        log.warning(message, where, skipped, len(results), hint)
+    return float(skipped), float(len(norms) - skipped)
 
 
 def _critic_metrics(step: Step) -> dict[str, float]:
@@ -77,9 +74,9 @@ def _critic_metrics(step: Step) -> dict[str, float]:
     if not results or values_T is None or returns_T is None:
         return {}
     sums = merge(result.metrics for result in results)
-    loss, (skipped, _) = sums.pop(LOSS, 0.0), _left_out(results)
+    loss = sums.pop(LOSS, 0.0)
     hint = "if it goes on, look at critic/grad_norm, and lower critic.optimizer.lr"
-    _warn_of_skipped(f"step {step.version}, critic", skipped, len(results), hint)
+    skipped, _ = _left_out(f"step {step.version}, critic", results, hint)
     return {
         **{name: value for name, value in finish(sums).items() if name.startswith("critic/")},
         "critic/loss": loss / len(results),
@@ -100,13 +97,16 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
     # An episode counts once: all its rollouts have its reward and ending.
     rollouts = [episode[0] for group in groups for episode in group.by_episode]
     lengths = _lengths(groups)
-    parts = {
-        name: [r.reward_parts[name] for r in rollouts if name in r.reward_parts]
-        for name in step.plan.rewards.parts
-    }
-    return {
-        **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items() if values},
-        **_answer_metrics(groups),
+    metrics: dict[str, float] = {}
+    for name in step.plan.rewards.parts:
+        if values := [r.reward_parts[name] for r in rollouts if name in r.reward_parts]:
+            metrics[f"reward/{name}/mean"] = float(np.mean(values))
+    if votes := votes_of(groups):  # a reward function reads answers from responses
+        answered = [bool(answer) for answers, _ in votes for answer in answers]
+        majority = [maj_at_k(answers, solved, len(answers)) for answers, solved in votes]
+        metrics["completions/answered_share"] = float(np.mean(answered))
+        metrics["group/majority"] = float(np.mean(majority))
+    return metrics | {
         "completions/length_mean": float(np.mean(lengths)),
         "completions/length_max": float(np.max(lengths)),
         "completions/truncated_share": float(np.mean([r.truncated for r in rollouts])),
@@ -121,10 +121,15 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     episodes = [episode for group in groups for episode in group.by_episode]
     if all(len(episode) == 1 and episode[0].turns is None for episode in episodes):
         return {}
-    turns = [sum(_turns(rollout) for rollout in episode) for episode in episodes]
+    turns = [
+        sum(int(one.actions > 0) if one.turns is None else len(one.turns.ends) for one in episode)
+        for episode in episodes
+    ]
     endings = Counter(episode[0].finish_reason for episode in episodes)
     shares = {ending: endings.pop(ending, 0) for ending in ENDINGS} | {"other": endings.total()}
     rollouts = [rollout for episode in episodes for rollout in episode]
+    states = [one.turns.states for one in rollouts if one.turns is not None and one.turns.states is not None]
+    with_state = sum(int(np.count_nonzero(column)) for column in states)
     tokens = sum(len(one.prompt_ids) + len(one.response_ids) for one in rollouts)
     repeated = sum(_repeated(episode) for episode in episodes if len(episode) > 1)
     return {
@@ -132,20 +137,10 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "episodes/turns_max": float(np.max(turns)),
         "episodes/sequences_mean": float(np.mean([len(episode) for episode in episodes])),
         **{f"episodes/ended_share/{ending}": count / len(episodes) for ending, count in shares.items()},
-        "episodes/stateless_turn_share": 1 - sum(map(_states, rollouts)) / max(sum(turns), 1),
+        "episodes/stateless_turn_share": 1 - with_state / max(sum(turns), 1),
         "sequences/duplicate_share": repeated / tokens,
         **_environment_metrics(groups),
     }
-
-
-def _turns(rollout: Rollout) -> int:
-    return int(rollout.actions > 0) if rollout.turns is None else len(rollout.turns.ends)
-
-
-def _states(rollout: Rollout) -> int:
-    """Return how many turns have a state."""
-    states = None if rollout.turns is None else rollout.turns.states
-    return 0 if states is None else int(np.count_nonzero(states))
 
 
 def _repeated(episode: Sequence[Rollout]) -> int:
@@ -155,13 +150,12 @@ def _repeated(episode: Sequence[Rollout]) -> int:
     """
     ids = [np.concatenate([one.prompt_ids, one.response_ids]) for one in episode]
     ids.sort(key=lambda one: one.astype(">i4").tobytes())  # the order of these bytes is that of the tokens
-    return sum(_shared_prefix(*pair) for pair in pairwise(ids))
-
-
-def _shared_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if differing.size else length
+    repeated = 0
+    for one, other in pairwise(ids):
+        length = min(len(one), len(other))
+        differing = np.flatnonzero(one[:length] != other[:length])
+        repeated += int(differing[0]) if differing.size else length
+    return repeated
 
 
 def _environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -188,39 +182,28 @@ def _lengths(groups: Sequence[Group]) -> list[int]:
     return [sum(rollout.actions for rollout in episode) for group in groups for episode in group.by_episode]
 
 
-def _answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of answers, if a reward function reads answers from responses."""
-    if not (votes := votes_of(groups)):
-        return {}
-    answered = [bool(answer) for answers, _ in votes for answer in answers]
-    majority = [maj_at_k(answers, solved, len(answers)) for answers, solved in votes]
-    return {
-        "completions/answered_share": float(np.mean(answered)),
-        "group/majority": float(np.mean(majority)),
-    }
-
-
 def _intake_metrics(step: Step) -> dict[str, float]:
     """Return the numbers of groups taken, rejected and with equal rewards, and lengths of rejected ones."""
     collected = step.collected
     rejected: dict[str, list[Group]] = {UNTRAINABLE: [], DEADLY: []}  # alarms need these two, also when 0
     for group, reason in collected.rejected:
         rejected.setdefault(kind_of(reason), []).append(group)
-    lengths = {reason: _lengths(groups) for reason, groups in rejected.items()}
     taken = (*collected.groups, *(group for group, _ in collected.rejected))
     collapsed = Counter(_collapsed(group) for group in taken)
     missing: Counter[str] = Counter()
     for group in taken:
         missing.update(group.missing)
-    mean_lengths = {reason: float(np.mean(found)) for reason, found in lengths.items() if found}
-    return {
+    metrics: dict[str, float] = {
         "groups/trained": len(collected.groups),
         "groups/takes": collected.takes,
-        **{f"groups/rejected_{reason}": len(groups) for reason, groups in rejected.items()},
-        **{f"groups/length_rejected_{reason}": length for reason, length in mean_lengths.items()},
         **{f"groups/collapsed_{where}": collapsed[where] for where in COLLAPSED},
         **{f"episodes/missing/{reason}": episodes for reason, episodes in missing.most_common(MOST_PARTS)},
     }
+    for reason, groups in rejected.items():
+        metrics[f"groups/rejected_{reason}"] = len(groups)
+        if lengths := _lengths(groups):
+            metrics[f"groups/length_rejected_{reason}"] = float(np.mean(lengths))
+    return metrics
 
 
 def _collapsed(group: Group) -> str | None:
@@ -247,22 +230,12 @@ def _staleness_metrics(step: Step) -> dict[str, float]:
     lag_T, in_queue_T = np.concatenate(lag), np.concatenate(in_queue)
     if not lag_T.size:
         return {}
-    in_flight_T = lag_T - in_queue_T
-    return {
-        "staleness/mean": float(lag_T.mean()),
-        "staleness/max": float(lag_T.max()),
-        "staleness/in_queue": float(in_queue_T.mean()),
-        "staleness/in_flight": float(in_flight_T.mean()),
-        **{f"staleness/in_queue/{steps}": share for steps, share in _histogram(in_queue_T).items()},
-        **{f"staleness/in_flight/{steps}": share for steps, share in _histogram(in_flight_T).items()},
-        **step.plan.masked,
-    }
-
-
-def _histogram(steps_T: NDArray[np.int64]) -> dict[int, float]:
-    """Return the share of the tokens by number of steps."""
-    counts = np.bincount(np.clip(steps_T, 0, LONGEST_LAG))
-    return {steps: float(count) / steps_T.size for steps, count in enumerate(counts)}
+    metrics = {"staleness/mean": float(lag_T.mean()), "staleness/max": float(lag_T.max())}
+    for name, steps_T in (("in_queue", in_queue_T), ("in_flight", lag_T - in_queue_T)):
+        metrics[f"staleness/{name}"] = float(steps_T.mean())
+        for steps, count in enumerate(np.bincount(np.clip(steps_T, 0, LONGEST_LAG))):
+            metrics[f"staleness/{name}/{steps}"] = float(count) / steps_T.size  # a share of the tokens
+    return {**metrics, **step.plan.masked}
 
 
 def usage_metrics(step: Step, usage: Sequence[Usage]) -> dict[str, float]:
@@ -284,14 +257,3 @@ def usage_metrics(step: Step, usage: Sequence[Usage]) -> dict[str, float]:
 
 def _working_s(step: Step) -> float:
     return sum(step.seconds.values()) - step.seconds.get("wait_groups", 0.0)
-
-
-def _time_metrics(step: Step) -> dict[str, float]:
-    total_s, waited_s = sum(step.seconds.values()), step.seconds.get("wait_groups", 0.0)
-    tokens = sum(len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in step.plan.sequences)
-    return {
-        **{f"time/{name}": value for name, value in step.seconds.items()},
-        "time/step": total_s,
-        "idle/learner": waited_s / total_s if total_s else 0.0,
-        "perf/learner_tokens_per_s": tokens / max(_working_s(step), 1e-9),
-    }

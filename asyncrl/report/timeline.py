@@ -101,15 +101,13 @@ class Timeline:
         versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
         oldest, newest = min(versions, default=-1), max(versions, default=-1)
         details = {"outcome": outcome, "oldest_version": oldest, "newest_version": newest}
-        process, track = group.generator_id, self._lane(group.generator_id, moments[0], moments[-1])
+        process = group.generator_id
+        with self._lock:
+            # Groups at one time do not nest, so each has a track of its own.
+            ends = self._lanes.setdefault(process, [])
+            free = next((index for index, end in enumerate(ends) if end <= moments[0]), len(ends))
+            ends[free : free + 1] = [moments[-1]]
+        track = f"groups {free + 1:03}"
         self.slice(process, track, f"group {group.ticket_id}", moments[0], moments[-1], **details)
         for name, (start_at, end_at) in zip(LIFE, pairwise(moments), strict=False):
             self.slice(process, track, name, start_at, end_at)
-
-    def _lane(self, process: str, start_at: float, end_at: float) -> str:
-        """Reserve a track of `process` for a time, for events that do not nest, and return its name."""
-        with self._lock:
-            ends = self._lanes.setdefault(process, [])
-            free = next((index for index, end in enumerate(ends) if end <= start_at), len(ends))
-            ends[free : free + 1] = [end_at]
-            return f"groups {free + 1:03}"

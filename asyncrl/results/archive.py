@@ -1,9 +1,9 @@
 """The files of a run directory, read once, for `report`, `compare` and a model card."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Archive(RunView):
 
     @cached_property
     def names(self) -> list[str]:
-        return sorted({name for row in self.history.rows.values() for name in row if name != "time"})
+        return sorted(self.history.names.keys() - {"time"})
 
     @property
     def sections(self) -> list[dict[str, Any]]:
@@ -89,14 +89,10 @@ class Archive(RunView):
         """(first step, last step) of each time that an alarm was active, by its name."""
         found: dict[str, list[tuple[int, int]]] = {}
         for name in [name for name in self.names if name.startswith(PREFIX)]:
-            spans: list[tuple[int, int]] = []
-            was_active = False
-            for step, value in self.history.series(name):
-                if value:
-                    spans.append((spans.pop()[0] if was_active else step, step))
-                was_active = bool(value)
-            if spans:
-                found[name.removeprefix(PREFIX)] = spans
+            for is_active, points in groupby(self.history.series(name), key=lambda point: bool(point[1])):
+                steps = [step for step, _ in points]
+                if is_active:
+                    found.setdefault(name.removeprefix(PREFIX), []).append((steps[0], steps[-1]))
         return found
 
 
@@ -110,8 +106,9 @@ def read_archive(directory: RunDirectory) -> Archive:
     if not isinstance(config, dict):
         raise RunError(f"{path} holds {type(config).__name__}, not a mapping; {when}")
     files = sorted(path for path in directory.metrics.glob("*.jsonl") if path.stem != LEARNER)
-    state = replace(read_state(directory.path), generators={path.stem: spread_rows(path) for path in files})
-    return Archive(**vars(state), directory=directory, config=config, starts=read_starts(directory.starts))
+    generators = {path.stem: spread_rows(path) for path in files}
+    state = vars(read_state(directory.path)) | {"generators": generators}
+    return Archive(**state, directory=directory, config=config, starts=read_starts(directory.starts))
 
 
 def spread_rows(path: Path) -> list[Row]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from asyncrl.errors import from_extra
 from asyncrl.results.archive import Archive
 from asyncrl.telemetry.history import Points, Row, Series, growth_share, of_sets, thinned
 from asyncrl.telemetry.text import visible
@@ -19,12 +18,8 @@ COLOURS = ("#1f5fbf", "#d9730d", "#2a9d62", "#c03a5b", "#7a56c2", "#8a6d3b", "#0
 GRID = "#e6e9ed"
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A figure and its title, which stands outside the figure because a legend may need several rows."""
-
-    title: str
-    figure: Any  # a plotly figure
+# `data` and `layout` of plotly, and the `title`: it stands outside because a legend may need several rows.
+Chart = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +32,15 @@ class Curve:
     log: bool = False
 
 
+CLIPPED = (
+    "policy/clipped_high", "policy/clipped_low", "policy/dual_clipped", "policy/left_out", "weight/truncated",
+    "weight/rejected",
+)  # fmt: skip
+LENGTHS = ("completions/length_mean", "completions/length_max", "eval/length_mean")
 CURVES = (
     Curve("Reward", ("reward/mean", "reward/*/mean")),
     Curve("Held-out reward", ("eval/reward_mean", "eval/accuracy", "eval/pass@*", "eval/maj@*")),
-    Curve(
-        "Response length", ("completions/length_mean", "completions/length_max", "eval/length_mean"), "tokens"
-    ),
+    Curve("Response length", LENGTHS, "tokens"),
     Curve("Cut off, and masked for it", ("completions/truncated_share", "completions/masked_share"), "share"),
     Curve("Turns of an episode", ("episodes/turns_mean", "episodes/turns_max", "episodes/sequences_mean")),
     Curve("Endings of episodes", ("episodes/ended_share/*",), "share"),
@@ -56,18 +54,7 @@ CURVES = (
     Curve("Gradient norm, before clipping", ("policy/grad_norm", "critic/grad_norm")),
     Curve("Generator against learner", ("mismatch/k3", "weights/probe_max"), "nats", log=True),
     Curve("Effective share of the tokens", ("mismatch/ess", "policy/ess"), "share"),
-    Curve(
-        "Clipped",
-        (
-            "policy/clipped_high",
-            "policy/clipped_low",
-            "policy/dual_clipped",
-            "policy/left_out",
-            "weight/truncated",
-            "weight/rejected",
-        ),
-        "share of the tokens",
-    ),
+    Curve("Clipped", CLIPPED, "share of the tokens"),
     Curve("Groups without signal", ("group/zero_variance",), "share"),
     Curve("KL to the reference", ("policy/kl_reference", "reference/k3"), "nats"),
     Curve("Critic", ("critic/explained_variance",), "share"),
@@ -77,14 +64,12 @@ CURVES = (
     Curve("Transfer of a version to its last generator", ("weights/transfer_gb_per_s",), "GB/s"),
 )
 
-AGE_PARTS = Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_queue"), "steps")
-AGE = Curve("Age of a token", ("staleness/max", "staleness/mean"), "steps")
-TOO_OLD = Curve(
-    "Too old, and out of the loss",
-    ("staleness/masked_share", "staleness/masked_share/*"),
-    "share of the tokens",
+MASKED = ("staleness/masked_share", "staleness/masked_share/*")
+STALENESS = (
+    Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_queue"), "steps"),
+    Curve("Age of a token", ("staleness/max", "staleness/mean"), "steps"),
+    Curve("Too old, and out of the loss", MASKED, "share of the tokens"),
 )
-STALENESS = (AGE_PARTS, AGE, TOO_OLD)
 
 
 def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
@@ -114,25 +99,26 @@ def waiting_charts(archive: Archive) -> list[Chart]:
         return []
     steps = [archive.history.rows[step] for step in archive.history.steps]
     idle = {"learner": by_minute(steps, "idle/learner", archive.began_at)} | _of_generators(archive, "idle_s")
-    title, y = "Waiting: learner for groups, generators for tickets", "share of the time"
-    charts = [lines(title, idle, x="minutes", y=y)]
     # `time/sampling_s` and `time/reward_s` are measured per group in the generators, not per step.
-    names = [name for name in archive.names if name.startswith("time/")]
-    phases = {name.removeprefix("time/"): name for name in names if not name.endswith(("_s", "/step"))}
-    if phases:
-        seconds = {phase: archive.history.series(name) for phase, name in phases.items()}
-        charts.append(lines("A step of the learner", seconds, y="s"))
-    if stalled := _of_generators(archive, "stalled_s"):
-        title = "Generators stalled: paused for new weights, or waiting for them"
-        charts.append(lines(title, stalled, x="minutes", y=y))
+    phases = {name.removeprefix("time/"): name for name in archive.names if name.startswith("time/")}
     speed = {
         generator: by_minute(rows, "tokens_per_s", archive.began_at)
         for generator, rows in list(archive.generators.items())[:MOST_GENERATORS]
         if rows
     }
-    if speed:
-        charts.append(lines("Sampling", speed, x="minutes", y="tokens/s"))
-    return charts
+    seconds = {
+        phase: archive.history.series(name)
+        for phase, name in phases.items()
+        if not phase.endswith("_s") and phase != "step"
+    }
+    stalled, of_time = _of_generators(archive, "stalled_s"), "share of the time"
+    charts: Sequence[tuple[str, Mapping[str, Points], str, str]] = (
+        ("Waiting: learner for groups, generators for tickets", idle, "minutes", of_time),
+        ("A step of the learner", seconds, "step", "s"),
+        ("Generators stalled: paused for new weights, or waiting for them", stalled, "minutes", of_time),
+        ("Sampling", speed, "minutes", "tokens/s"),
+    )
+    return [lines(title, series, x=x, y=y) for title, series, x, y in charts if series]
 
 
 def by_minute(rows: Iterable[Row], name: str, began_at: float) -> Points:
@@ -164,40 +150,32 @@ def lines(
     title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False
 ) -> Chart:
     """Draw a curve for each name; `x` and `y` name the axes."""
-    figure = _figure(x, y)
+    curves = []
     for index, (name, points) in enumerate(series.items()):
         shown = thinned(points, MOST_POINTS)
-        figure.add_scatter(
-            x=[at for at, _ in shown],
-            y=[value for _, value in shown],
-            # Without tags, some of which plotly would read as markup.
-            name=visible(name).replace("&", "&amp;").replace("<", "&lt;"),
-            mode="lines" if len(shown) > FEW_POINTS else "lines+markers",
-            line={"color": COLOURS[index % len(COLOURS)], "width": 1.8},
-            marker={"size": 5},
+        curves.append(
+            {
+                "type": "scatter",
+                "x": [at for at, _ in shown],
+                "y": [value for _, value in shown],
+                # Without tags, some of which plotly would read as markup.
+                "name": visible(name).replace("&", "&amp;").replace("<", "&lt;"),
+                "mode": "lines" if len(shown) > FEW_POINTS else "lines+markers",
+                "line": {"color": COLOURS[index % len(COLOURS)], "width": 1.8},
+                "marker": {"size": 5},
+            }
         )
-    if log:
-        figure.update_yaxes(type="log", exponentformat="power")
-    elif all(value >= 0 for points in series.values() for _, value in points):
-        figure.update_yaxes(rangemode="nonnegative")
-    return Chart(title, figure)
-
-
-def _figure(x: str, y: str) -> Any:
-    with from_extra("report"):
-        import plotly.graph_objects as go
-    colours = dict.fromkeys(("gridcolor", "linecolor", "zerolinecolor"), GRID)
-    axis = colours | {"automargin": True, "title": {"standoff": 6}}
-    figure = go.Figure()
-    figure.update_layout(
-        template="none",
-        font={"family": "system-ui, sans-serif", "size": 12, "color": "#1c2430"},
-        margin={"l": 8, "r": 8, "t": 8, "b": 8},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-        showlegend=True,
-        hovermode="x unified",
-        xaxis=axis,
-        yaxis=axis,
-    )
-    figure.update_xaxes(title_text=x)
-    return figure.update_yaxes(title_text=y)
+    axis = dict.fromkeys(("gridcolor", "linecolor", "zerolinecolor"), GRID) | {"automargin": True}
+    scale = {"type": "log", "exponentformat": "power"} if log else {}
+    if not log and all(value >= 0 for points in series.values() for _, value in points):
+        scale = {"rangemode": "nonnegative"}
+    layout = {
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1c2430"},
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
+        "showlegend": True,
+        "hovermode": "x unified",
+        "xaxis": axis | {"title": {"text": x, "standoff": 6}},
+        "yaxis": axis | scale | {"title": {"text": y, "standoff": 6}},
+    }
+    return {"title": title, "data": curves, "layout": layout}

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -21,7 +21,7 @@ from asyncrl.results.charts import CURVES, Chart, Curve, by_minute, lines
 from asyncrl.results.page import Section, Table, render_page
 from asyncrl.run.directory import RunDirectory, find_run, write_text
 from asyncrl.telemetry.base import sample_from
-from asyncrl.telemetry.history import Points, Row, Series, Which, highest, of_sets, set_of
+from asyncrl.telemetry.history import Points, Which, chosen, of_sets, set_of
 from asyncrl.telemetry.jsonl import Tail
 from asyncrl.telemetry.text import duration, number
 
@@ -66,30 +66,28 @@ def labelled(archives: Sequence[Archive]) -> dict[str, Archive]:
 def results(archives: Mapping[str, Archive]) -> Table:
     """Return a table of results with one column for each run."""
     known = dict.fromkeys(name for one in archives.values() for name in one.names)
-    evaluated: list[tuple[str, Callable[[Archive], str]]] = [
-        (f"{name}, {which}", _shown(name, which))
-        for wanted in SCORES
-        for name in of_sets(wanted, known) or [wanted]
-        for which in get_args(Which)
+    scores = [name for wanted in SCORES for name in of_sets(wanted, known) or [wanted]]
+    columns = [
+        {
+            "state": run.state,
+            "step": f"{run.step} of {run.total_steps or '?'}",
+            "wall time": duration(run.wall_s),
+            "trained tokens": f"{run.history.total('tokens'):,.0f}",
+            **{f"{name}, {of}": run.history.shown(name, of) for name in scores for of in get_args(Which)},
+            "reward/mean, last tenth": _mean(run, "reward/mean", 10),
+            "reward/mean, best": run.history.shown("reward/mean", "best"),
+            "completions/length_mean, last tenth": _mean(run, "completions/length_mean", 10),
+            "policy/entropy, last": run.history.shown("policy/entropy", "last"),
+            "mismatch/ess, mean": _mean(run, "mismatch/ess"),
+            "staleness/mean, mean": _mean(run, "staleness/mean"),
+            "idle/learner, mean": _mean(run, "idle/learner"),
+            "time/step in s, mean": _mean(run, "time/step"),
+            "alarms": ", ".join(run.alarm_spans) or "none",
+        }
+        for run in archives.values()
     ]
-    rows: list[tuple[str, Callable[[Archive], str]]] = [
-        ("state", lambda run: run.state),
-        ("step", lambda run: f"{run.step} of {run.total_steps or '?'}"),
-        ("wall time", lambda run: duration(run.wall_s)),
-        ("trained tokens", lambda run: f"{run.history.total('tokens'):,.0f}"),
-        *evaluated,
-        ("reward/mean, last tenth", lambda run: _mean(run, "reward/mean", 10)),
-        ("reward/mean, best", _shown("reward/mean", "best")),
-        ("completions/length_mean, last tenth", lambda run: _mean(run, "completions/length_mean", 10)),
-        ("policy/entropy, last", _shown("policy/entropy", "last")),
-        ("mismatch/ess, mean", lambda run: _mean(run, "mismatch/ess")),
-        ("staleness/mean, mean", lambda run: _mean(run, "staleness/mean")),
-        ("idle/learner, mean", lambda run: _mean(run, "idle/learner")),
-        ("time/step in s, mean", lambda run: _mean(run, "time/step")),
-        ("alarms", lambda run: ", ".join(run.alarm_spans) or "none"),
-    ]
-    cells = [(name, *(cell(archive) for archive in archives.values())) for name, cell in rows]
-    return Table(("", *archives), cells, "results")
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    return Table(("", *archives), rows, "results")
 
 
 # Scores, and how `evaluation.summarise` makes each from the reward of a sample.
@@ -97,19 +95,12 @@ SCORES: Mapping[str, Callable[[float], float]] = {
     "eval/accuracy": lambda reward: float(is_solved(reward)),
     "eval/reward_mean": float,
 }
-CHOICES: Mapping[str, Callable[[Series], int]] = {
-    "last": lambda series: series[-1][0],
-    "best": lambda series: highest(series)[0],
-}
+CHOICES: tuple[Which, ...] = ("last", "best")
 CERTAIN = 2.0  # times the error: chance alone makes 19 of 20 differences smaller
 
 
-@dataclass(slots=True)
-class Answered:
-    """A prompt of an evaluation, and the reward of each of its samples."""
-
-    prompt: str
-    rewards: dict[int, float] = field(default_factory=dict)
+# (prompt, rewards of its samples by their numbers) of each prompt of an evaluation, by its number.
+Answered = Mapping[int, tuple[str, dict[int, float]]]
 
 
 def gaps(archives: Mapping[str, Archive]) -> list[Table]:
@@ -124,49 +115,44 @@ def gaps(archives: Mapping[str, Archive]) -> list[Table]:
     for (before, one), (after, other) in combinations(archives.items(), 2):
         both = [name for name in one.names if name in other.names]
         for name, score in {each: one for one in SCORES for each in of_sets(one, both)}.items():
-            for which, choose in CHOICES.items():
-                steps = [(run, choose(run.history.series(name))) for run in (one, other)]
+            for which in CHOICES:
+                steps = [(run, chosen(run.history.series(name), which)[0]) for run in (one, other)]
                 files = (run.directory.evaluation(step, set_of(name)) for run, step in steps)
                 pairs = paired(score, *map(read, files))
-                scored = (run.history.rows[step] for run, step in steps)
-                shown = _of_scores(name, *scored)
+                first, second = (run.history.rows[step] for run, step in steps)
+                errors = [row[error_of(name)] for row in (first, second) if error_of(name) in row]
+                # As if the prompts of the two runs were drawn independently.
+                error = math.hypot(*errors) if len(errors) == 2 else None
+                gap, way = second[name] - first[name], "both scores, not in pairs"
                 if len(pairs) > 1:
+                    gap, error = float(np.mean(pairs)), standard_error(pairs)
                     way = f"{len(pairs):,} prompts in pairs"
-                    shown = _judged(float(np.mean(pairs)), standard_error(pairs), way)
-                rows.append((f"{name}, {which}", f"{after} - {before}", *shown))
+                rows.append((f"{name}, {which}", f"{after} - {before}", *_judged(gap, error, way)))
     head = ("score", "runs", "difference", "error of", "larger than twice its error")
     return [Table(head, rows, "differences of evaluations")] if rows else []
 
 
-def answered(path: Path) -> dict[int, Answered]:
-    """Return the prompts in a file of all samples of an evaluation, by their numbers; empty without one."""
-    found: dict[int, Answered] = {}
+def answered(path: Path) -> Answered:
+    """Return what a file of all samples of an evaluation has; empty without one."""
+    found: dict[int, tuple[str, dict[int, float]]] = {}
     for sample in map(sample_from, Tail(path)):
         if sample.kind == "eval":
             # An episode may be several records, of which the first begins with the prompt.
-            of = found.setdefault(sample.prompt_number, Answered(sample.prompt))
-            of.rewards.setdefault(sample.sample_number, sample.reward)
+            _, rewards = found.setdefault(sample.prompt_number, (sample.prompt, {}))
+            rewards.setdefault(sample.sample_number, sample.reward)
     return found
 
 
-def paired(name: str, before: Mapping[int, Answered], after: Mapping[int, Answered]) -> list[float]:
+def paired(name: str, before: Answered, after: Answered) -> list[float]:
     """Return the difference of a score on each prompt that both runs answered; empty if prompts differ."""
-    common = before.keys() & after.keys()
-    if any(before[place].prompt != after[place].prompt for place in common):
+    common = sorted(before.keys() & after.keys())
+    if any(before[number][0] != after[number][0] for number in common):
         return []
-    return [_scored(name, after[place]) - _scored(name, before[place]) for place in sorted(common)]
-
-
-def _scored(name: str, one: Answered) -> float:
-    return float(np.mean([SCORES[name](reward) for reward in one.rewards.values()]))
-
-
-def _of_scores(name: str, before: Row, after: Row) -> tuple[str, str, str]:
-    """Compare as if the prompts of the two runs were drawn independently."""
-    errors = [row.get(error_of(name)) for row in (before, after)]
-    known = [error for error in errors if error is not None]
-    error = math.hypot(*known) if len(known) == 2 else None
-    return _judged(after[name] - before[name], error, "both scores, not in pairs")
+    means = [
+        [float(np.mean([SCORES[name](reward) for reward in run[one][1].values()])) for one in common]
+        for run in (before, after)
+    ]
+    return [second - first for first, second in zip(*means, strict=True)]
 
 
 def _judged(gap: float, error: float | None, way: str) -> tuple[str, str, str]:
@@ -228,10 +214,6 @@ def over_time(archive: Archive, name: str) -> Points:
     return by_minute(rows, name, min(times, default=0.0))
 
 
-def _shown(name: str, which: Which) -> Callable[[Archive], str]:
-    return lambda run: run.history.shown(name, which)
-
-
 def _mean(run: Archive, name: str, parts: int = 1) -> str:
     """Return the mean over the last of so many equal parts of the steps, with the step where it begins."""
     values = [value for _, value in run.history.series(name)]
@@ -244,27 +226,17 @@ def over_seeds(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
     groups: dict[str, list[dict[str, float]]] = {values: [] for values, _ in runs}
     begun = Counter(values for values, _ in runs)
     for values, directory in runs:
-        if not directory.config.exists() or (archive := read_archive(directory)).state != "finished":
-            continue
-        names = [name for wanted in OF_SEEDS for name in of_sets(wanted, archive.names)]
-        last = {name: archive.history.series(name)[-1][1] for name in names}
-        groups[values].append(last)
-    known = [one for found in groups.values() for row in found for one in row]
-    names = [name for wanted in OF_SEEDS for name in of_sets(wanted, dict.fromkeys(known)) or [wanted]]
-    rows = [
-        (
-            values or "all",
-            f"{len(found)} of {begun[values]}" if len(found) < begun[values] else str(len(found)),
-            *(_of_seeds([one[name] for one in found if name in one]) for name in names),
-        )
-        for values, found in groups.items()
-    ]
-    return Table(
-        ("values", "runs", *names), rows, "last values of finished runs, mean ± standard error over seeds"
-    )
-
-
-def _of_seeds(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    return f"{number(statistics.fmean(values))} ± {number(standard_error(values))}"
+        if directory.config.exists() and (archive := read_archive(directory)).state == "finished":
+            groups[values].append({name: archive.history.series(name)[-1][1] for name in archive.names})
+    known = dict.fromkeys(name for found in groups.values() for one in found for name in one)
+    names = [name for wanted in OF_SEEDS for name in of_sets(wanted, known) or [wanted]]
+    rows = []
+    for values, found in groups.items():
+        count = f"{len(found)} of {begun[values]}" if len(found) < begun[values] else str(len(found))
+        row = [values or "all", count]
+        for name in names:
+            last = [one[name] for one in found if name in one]
+            row.append(f"{number(statistics.fmean(last))} ± {number(standard_error(last))}" if last else "-")
+        rows.append(row)
+    title = "last values of finished runs, mean ± standard error over seeds"
+    return Table(("values", "runs", *names), rows, title)

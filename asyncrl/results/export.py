@@ -154,6 +154,9 @@ def model_card(
     rewards += [one for source in archive.sections for one in source.get("reward") or ()]
     config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
     start = archive.starts[-1] if archive.starts else None
+    shown = partial(archive.history.shown, until=step)  # later steps are not in these weights
+    names = (name for wanted in SHOWN for name in of_sets(wanted, archive.names))
+    results = [(name, shown(name, "first"), shown(name, "last")) for name in names]
     template = resources.files("asyncrl.results").joinpath("model_card.md").read_text(encoding="utf-8")
     # In Markdown nothing is escaped.
     environment = jinja2.Environment(autoescape=False, trim_blocks=True, undefined=jinja2.StrictUndefined)
@@ -164,7 +167,7 @@ def model_card(
         setting=lambda name: _code(_setting(archive, name)),
         data=", ".join(map(_code, archive.sources)),
         code=_code,
-        results=_results(archive, step),
+        results=[row for row in results if row[1] != "-"],
         rewards=[f"{reward.get('function')}, weight {reward.get('weight')}" for reward in rewards],
         trained_tokens=f"{sum(tokens for at, tokens in archive.history.series('tokens') if at <= step):,.0f}",
         wall_time=duration(archive.wall_s),
@@ -188,14 +191,6 @@ def _front_matter(archive: Archive, *, is_adapter: bool) -> str:
     if data := [name for name in names if name.count("/") == 1 and not is_local(name)]:
         values["datasets"] = data
     return yaml.safe_dump(values, sort_keys=False)
-
-
-def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:
-    """Return first and last values up to `step`: later steps are not in these weights."""
-    names = [name for wanted in SHOWN for name in of_sets(wanted, archive.names)]
-    shown = partial(archive.history.shown, until=step)
-    rows = [(name, shown(name, "first"), shown(name, "last")) for name in names]
-    return [row for row in rows if row[1] != "-"]
 
 
 def _setting(archive: Archive, name: str) -> str:

@@ -7,7 +7,6 @@ the page's Content-Security-Policy would run no script except the two that it na
 import base64
 import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from asyncrl.errors import from_extra
 from asyncrl.results.charts import Chart
 from asyncrl.results.recorded import sample_head
 from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.jsonl import to_json
 from asyncrl.telemetry.text import visible, visible_lines
 
 DRAW = """
@@ -54,8 +54,11 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     """Return the whole file. Raises MissingLibrary without plotly."""
     with from_extra("report"):
         from plotly.offline import get_plotlyjs
-    charts = [chart for section in sections for chart in section.charts]
     plotly = get_plotlyjs()
+    # The page may run these two scripts and style itself, and nothing else.
+    digests = (hashlib.sha256(script.encode()).digest() for script in (plotly, DRAW))
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    own = "style-src 'unsafe-inline'; img-src data: blob:"
     # Control characters are signs in what the template inserts, before it is escaped.
     environment = jinja2.Environment(
         autoescape=True,
@@ -71,19 +74,11 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         sections=sections,
         sample_head=sample_head,
         next_number=partial(next, itertools.count()),
-        charts=[json.loads(chart.figure.to_json()) for chart in charts],
-        policy=_policy(plotly, DRAW),
+        charts=[to_json(chart) for section in sections for chart in section.charts],
+        policy=f"default-src 'none'; script-src {allowed}; {own}; base-uri 'none'; form-action 'none'",
         plotly=plotly,
         draw=DRAW,
     )
-
-
-def _policy(*scripts: str) -> str:
-    """Return a policy that lets the page run these scripts and style itself, and nothing else."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    own = "style-src 'unsafe-inline'; img-src data: blob:"
-    return f"default-src 'none'; script-src {allowed}; {own}; base-uri 'none'; form-action 'none'"
 
 
 class _Lines(str):

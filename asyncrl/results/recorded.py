@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory, find_run
@@ -82,7 +82,10 @@ def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[Sa
     if follow and wanted.order != "newest":
         raise RunError(f"--follow shows samples as they come, --{wanted.order} needs all of them; choose one")
     if follow:
-        return _followed(directory, wanted)
+        new = Tail(directory.samples, last_bytes=FOLLOWED_BYTES)
+        (chosen,) = choose(map(sample_from, new), wanted)
+        later = _until_over(directory, lambda: map(sample_from, new))
+        return chain(chosen, (sample for sample in later if wanted.rank(sample) is not None))
     (chosen,) = choose(recorded_samples(directory, wanted), wanted)
     if chosen:
         return chosen
@@ -119,13 +122,6 @@ def pairs_of(run: Path | None) -> Iterator[str]:
         yield json.dumps({name: record[name] for name in ("prompt", "chosen", "rejected")})
 
 
-def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
-    new = Tail(directory.samples, last_bytes=FOLLOWED_BYTES)
-    yield from choose(map(sample_from, new), wanted)[0]
-    later = _until_over(directory, lambda: map(sample_from, new))
-    yield from (sample for sample in later if wanted.rank(sample) is not None)
-
-
 def sample_head(sample: SampleRecord) -> tuple[str, str]:
     """Return (step, kind and reward of a sample; all other details but its text)."""
     head = f"step {sample.step}, {KINDS.get(sample.kind, sample.kind)} {sample.eval_set}".rstrip()
@@ -153,7 +149,18 @@ def logs_of(run: Path | None, name: str | None, *, follow: bool) -> Iterator[str
     processes in the order of their times. Raises RunError for a name that has no log.
     """
     directory = find_run(run)
-    read = _warnings(directory) if name is None else _printed(directory, name)
+    tails = Tails(directory.logs)
+
+    def warnings() -> Iterator[str]:
+        told = (one for new in tails.read().values() for one in new if one.get("level", "info") != "info")
+        for record in sorted(told, key=lambda record: str(record.get("time"))):
+            at, process, level, event = (
+                str(record.get(key)) for key in ("time", "process", "level", "event")
+            )
+            said = visible_lines("\n".join(filter(None, (event, record.get("exception")))))
+            yield f"{at[:19]} {process} {level.upper()} {said}\n"
+
+    read: Callable[[], Iterable[str]] = warnings if name is None else _printed(directory, name)
     return _until_over(directory, read) if follow else iter(read())
 
 
@@ -176,22 +183,6 @@ def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
         return [text] if (text := decoder.decode(found)) else []
 
     return read
-
-
-def _warnings(directory: RunDirectory) -> Callable[[], list[str]]:
-    tails = Tails(directory.logs)
-
-    def read() -> list[str]:
-        told = (one for new in tails.read().values() for one in new if one.get("level", "info") != "info")
-        return [_line(record) for record in sorted(told, key=lambda record: str(record.get("time")))]
-
-    return read
-
-
-def _line(record: dict[str, Any]) -> str:
-    at, process, level, event = (str(record.get(name)) for name in ("time", "process", "level", "event"))
-    said = visible_lines("\n".join(filter(None, (event, record.get("exception")))))
-    return f"{at[:19]} {process} {level.upper()} {said}\n"
 
 
 def _until_over(directory: RunDirectory, read: Callable[[], Iterable[T]]) -> Iterator[T]:

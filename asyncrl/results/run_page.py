@@ -1,6 +1,7 @@
 """`asyncrl report`: a run on one HTML page that opens without a network."""
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from asyncrl.results.recorded import Wanted, choose
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import sample_from
-from asyncrl.telemetry.history import REJECTED, of_sets
+from asyncrl.telemetry.history import REJECTED, Series, of_sets
 from asyncrl.telemetry.jsonl import Tail
 from asyncrl.telemetry.text import duration, number, share
 
@@ -36,11 +37,34 @@ def write_report(run: Path | None, to: Path | None) -> Path:
 
 def report_page(archive: Archive) -> str:
     """Return the whole page of one run."""
-    sections = stage_sections(archive) if archive.directory.stage.exists() else _run_sections(archive)
+    if archive.directory.stage.exists():
+        sections = stage_sections(archive)
+    else:
+        sections = [
+            _summary(archive),
+            Section(title="Learning", charts=draw_curves(archive, CURVES)),
+            Section(
+                title="Staleness",
+                note="The age of a token: steps between sampling it and training on it. In flight: "
+                "while its group was being sampled; in queue: while the group waited in the buffer.",
+                tables=age_tables(archive),
+                charts=draw_curves(archive, STALENESS),
+            ),
+            Section(
+                title="Dropped against trained",
+                note="Dropped responses should be as long as trained ones. Otherwise a rule against old or "
+                "useless groups has become a filter on length.",
+                tables=dropped_tables(archive),
+            ),
+            Section(
+                title="Who waited for whom", note="The slow side never waits.", charts=waiting_charts(archive)
+            ),
+            *sample_sections(archive.directory.samples),
+        ]
     model = archive.config.get("model", {}).get("path", "?")
     data = ", ".join(archive.sources)
     subtitle = f"asyncrl run: model {model}, data {data}; this page was written {_date(time.time())}"
-    sections = [*sections, _setup(archive)]
+    sections.append(_setup(archive))
     filled = [one for one in sections if one.facts or one.tables or one.charts or one.samples or one.text]
     return render_page(archive.name, subtitle, filled)
 
@@ -67,30 +91,6 @@ def stage_sections(archive: Archive) -> list[Section]:
     ]
 
 
-def _run_sections(archive: Archive) -> list[Section]:
-    return [
-        _summary(archive),
-        Section(title="Learning", charts=draw_curves(archive, CURVES)),
-        Section(
-            title="Staleness",
-            note="The age of a token: steps between sampling it and training on it. In flight: "
-            "while its group was being sampled; in queue: while the group waited in the buffer.",
-            tables=age_tables(archive),
-            charts=draw_curves(archive, STALENESS),
-        ),
-        Section(
-            title="Dropped against trained",
-            note="Dropped responses should be as long as trained ones. Otherwise a rule against old or "
-            "useless groups has become a filter on length.",
-            tables=dropped_tables(archive),
-        ),
-        Section(
-            title="Who waited for whom", note="The slow side never waits.", charts=waiting_charts(archive)
-        ),
-        *sample_sections(archive.directory.samples),
-    ]
-
-
 def _summary(archive: Archive) -> Section:
     audit = archive.status.audit if archive.status else None
     learner = [value for _, value in archive.history.series("idle/learner")]
@@ -113,18 +113,14 @@ def _summary(archive: Archive) -> Section:
         if shown := [f"{reason} {count:,.0f}" for reason, count in sorted(counts.items()) if count]:
             facts.append((title, ", ".join(shown)))
     message = archive.status.message if archive.status else ""
-    tables = [headline_table(archive), *_alarms(archive)]
-    return Section(title="Summary", note=message, facts=facts, tables=tables)
-
-
-def headline_table(archive: Archive) -> Table:
-    """Return first, last and best value of the most important metrics."""
     rows = []
     for name in [name for wanted in HEADLINES for name in of_sets(wanted, archive.names)]:
-        shown = partial(archive.history.shown, name)
-        best = shown("best") if name.startswith(HIGHER_IS_BETTER) else ""
-        rows.append((name, shown("first"), shown("last"), best))
-    return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
+        of = partial(archive.history.shown, name)
+        best = of("best") if name.startswith(HIGHER_IS_BETTER) else ""
+        rows.append((name, of("first"), of("last"), best))
+    title = "before and after" if rows else "no step yet"
+    tables = [Table(("metric", "first", "last", "best"), rows, title), *_alarms(archive)]
+    return Section(title="Summary", note=message, facts=facts, tables=tables)
 
 
 def age_tables(archive: Archive) -> list[Table]:
@@ -142,42 +138,34 @@ def age_tables(archive: Archive) -> list[Table]:
 
 def dropped_tables(archive: Archive) -> list[Table]:
     """Return lengths of dropped and trained responses: if dropped ones are longer, responses get shorter."""
+    history = archive.history
     # (number of groups, mean length) of what was trained, and of each reason to reject.
     kinds = {"trained": ("groups/trained", "completions/length_mean")}
     for name in [name for name in archive.names if name.startswith(REJECTED)]:
         kinds[name.removeprefix(REJECTED)] = (name, name.replace(REJECTED, LENGTH_REJECTED))
-    rows = [
-        (kind, f"{archive.history.total(groups):,.0f}", number(_mean(archive, length, groups)))
-        for kind, (groups, length) in kinds.items()
-    ]
+    rows = []
+    for kind, (groups, length) in kinds.items():
+        mean = _mean(history.series(length), dict(history.series(groups)))
+        rows.append((kind, f"{history.total(groups):,.0f}", number(mean)))
     tables = [Table(("groups", "number", "mean length in tokens"), rows)] if len(kinds) > 1 else []
-    if archive.history.series("tokens/short"):
-        bands = [
-            (
-                band,
-                f"{archive.history.total(f'tokens/{band}'):,.0f}",
-                *(share(_mean_of_band(archive, name, band)) for name in OUT_OF_THE_LOSS),
-            )
-            for band in BANDS
-        ]
+    if history.series("tokens/short"):
+        bands = []
+        for band in BANDS:
+            trained, shares = dict(history.series(f"tokens/{band}")), list[str]()
+            for series in (history.series(f"{name}/{band}") for name in OUT_OF_THE_LOSS):
+                # Over the steps that had tokens in responses of that length.
+                counts = {step: 1.0 for step, value in series if value or trained.get(step)}
+                shares.append(share(_mean(series, counts)))
+            bands.append((band, f"{history.total(f'tokens/{band}'):,.0f}", *shares))
         head = ("length of the response", "trained tokens", *OUT_OF_THE_LOSS)
         tables.append(Table(head, bands, "tokens out of the loss, mean over steps"))
     return tables
 
 
-def _mean(archive: Archive, name: str, weight: str) -> float | None:
-    """Return the weighted mean over the steps; None without weight."""
-    weights = dict(archive.history.series(weight))
-    pairs = [(value, weights.get(step, 0.0)) for step, value in archive.history.series(name)]
-    total = sum(one for _, one in pairs)
-    return sum(value * one for value, one in pairs) / total if total else None
-
-
-def _mean_of_band(archive: Archive, name: str, band: str) -> float | None:
-    """Return the mean over the steps that had tokens in responses of that length; None without such steps."""
-    trained = dict(archive.history.series(f"tokens/{band}"))
-    shares = [value for step, value in archive.history.series(f"{name}/{band}") if value or trained.get(step)]
-    return sum(shares) / len(shares) if shares else None
+def _mean(series: Series, weights: Mapping[int, float]) -> float | None:
+    """Return the mean over the steps by their weights; None without weight."""
+    total = sum(weights.get(step, 0.0) for step, _ in series)
+    return sum(value * weights.get(step, 0.0) for step, value in series) / total if total else None
 
 
 def _alarms(archive: Archive) -> list[Table]:

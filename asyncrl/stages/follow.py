@@ -72,13 +72,11 @@ class Follow(TrainerCallback):  # type: ignore[misc]
                 write_status(self._directory.status, self._now)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Show how many steps there are."""
         begin("train", self._pace)
         self._logged = state.global_step, time.monotonic()
         self._show(state="training", step=state.global_step, total_steps=state.max_steps)
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Show progress within a step of several micro-batches."""
         beat()
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -120,31 +120,26 @@ def _file_problems(config: StageConfig) -> Iterator[Mistake]:
     yield from named_files.policy_problems(config.model)
     yield from named_files.data_problems({"data.train": config.data.train, "data.eval": config.data.eval})
     yield from named_files.tracker_problems(config.telemetry)
-    if config.model.lora and config.model.lora.start:
-        yield from _start_problems(config.model.path, config.model.lora, config.model.lora.start)
-    if config.teacher and config.teacher.path is not None:
-        yield from _teacher_problems(config.teacher.path, config.teacher.revision, config.model.path)
+    if (lora := config.model.lora) and lora.start:
+        found = "" if (lora.start / SETTINGS).is_file() else named_files.misused_stage(lora.start)
+        try:
+            require_usable(lora, config.model.path)
+        except ConfigError as error:
+            key, _, text = str(error).partition(": ")
+            yield Mistake((key,), found or text)
+    if (teacher := config.teacher) and teacher.path is not None:
+        for keys, text in named_files.policy_problems(
+            ModelConfig(path=teacher.path, revision=teacher.revision)
+        ):
+            if keys == ("model.path",):
+                yield Mistake(("teacher.path",), text)
+        words, ours = _words(teacher.path), _words(config.model.path)
+        if None not in (words, ours) and words != ours:
+            text = f"found {teacher.path}, whose vocabulary is not that of {config.model.path}: their"
+            text += " distributions cannot be compared; give another teacher"
+            yield Mistake(("teacher.path", "model.path"), text)
     if 0 < (gpus := count_gpus()) < config.ranks and not config.trl.get("use_cpu"):
         yield Mistake(("ranks",), f"found {config.ranks}, and this host has {gpus} GPUs; use at most {gpus}")
-
-
-def _start_problems(path: str, lora: LoraConfig, start: Path) -> Iterator[Mistake]:
-    found = "" if (start / SETTINGS).is_file() else named_files.misused_stage(start)
-    try:
-        require_usable(lora, path)
-    except ConfigError as error:
-        key, _, text = str(error).partition(": ")
-        yield Mistake((key,), found or text)
-
-
-def _teacher_problems(path: str, revision: str | None, student: str) -> Iterator[Mistake]:
-    for keys, text in named_files.policy_problems(ModelConfig(path=path, revision=revision)):
-        if keys == ("model.path",):
-            yield Mistake(("teacher.path",), text)
-    words, ours = _words(path), _words(student)
-    if None not in (words, ours) and words != ours:
-        text = f"found {path}, whose vocabulary is not that of {student}: their distributions"
-        yield Mistake(("teacher.path", "model.path"), f"{text} cannot be compared; give another teacher")
 
 
 def _words(model: str) -> tuple[object, object] | None:

@@ -18,9 +18,7 @@ TRAINERS: Mapping[str, tuple[str, str]] = {
     "kto": ("kto", "KTO"),
     "distil": ("distillation", "Distillation"),
 }
-_MODEL, _DTYPE = "set model.path, model.revision and model.dtype", "set model.dtype"
-_NAME, _SEED, _RANKS = "set run.root and run.name", "set run.seed", "set ranks"
-_TEACHER, _TRACKERS = "set teacher.path and teacher.revision", "set telemetry"
+_NAME, _TRACKERS = "set run.root and run.name", "set telemetry"
 _WHOLE = "each rank holds the whole model; for less memory set model.lora"
 _HUB = "nothing is uploaded; `asyncrl export` makes a directory for `hf upload`"
 _SAME_COMMAND = "the same command resumes a stage"
@@ -28,23 +26,23 @@ _VLLM = "TRL does not know the installed vLLM; for samples by vLLM train with `a
 
 OURS: Mapping[str, str] = {
     **dict.fromkeys(("output_dir", "run_name", "logging_dir", "overwrite_output_dir"), _NAME),
-    **dict.fromkeys(("seed", "data_seed"), _SEED),
+    **dict.fromkeys(("seed", "data_seed"), "set run.seed"),
     **dict.fromkeys(("report_to", "project", "disable_tqdm"), _TRACKERS),
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), _WHOLE),
-    **dict.fromkeys(("local_rank", "ddp_backend"), _RANKS),
-    **dict.fromkeys(("fp16", "bf16", "bf16_full_eval", "fp16_full_eval"), _DTYPE),
+    **dict.fromkeys(("local_rank", "ddp_backend"), "set ranks"),
+    **dict.fromkeys(("fp16", "bf16", "bf16_full_eval", "fp16_full_eval"), "set model.dtype"),
     **dict.fromkeys(("resume_from_checkpoint", "save_only_model", "enable_jit_checkpoint"), _SAME_COMMAND),
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), "set data.train and data.eval"),
     # A resume would begin with the first reference.
     "sync_ref_model": "TRL saves no moved reference; `asyncrl up` does (algorithm.kl.reference_decay)",
-    "model_init_kwargs": _MODEL,
+    "model_init_kwargs": "set model.path, model.revision and model.dtype",
     "trust_remote_code": "set model.trust_remote_code",
 }
 """Fields that asyncrl sets, and where the user says it."""
 PREFIXES: Mapping[str, str] = {
     "hub_": _HUB,
     "push_to_hub": _HUB,
-    "teacher_model_": _TEACHER,
+    "teacher_model_": "set teacher.path and teacher.revision",
     "trackio_": _TRACKERS,
     "vllm_": _VLLM,
     "use_vllm": _VLLM,
@@ -67,14 +65,11 @@ def trl_takes_the_settings(stage: str, trl: Mapping[str, Any]) -> Iterator[Mista
     yield from misnamed("trl", trl, refused, known, f"field of {kind}", "huggingface.co/docs/trl lists them")
     for name, value in trl.items():
         key, allowed = f"trl.{name}", (known or {}).get(name, "Any")
-        if not refused(name) and not _fits(value, allowed):
+        types = set(re.findall(r"[\w.]+", re.sub(r"\[[^|]*\]", "", allowed)))
+        fits = any(isinstance(value, _TYPES[one]) for one in types & _TYPES.keys())
+        fits = fits and (not isinstance(value, bool) or "bool" in types)
+        if types <= _TYPES.keys() and not fits and not refused(name):
             yield Mistake((key,), f"{key} is {shown(value)}; {kind} allows {allowed}; correct the value")
-
-
-def _fits(value: Any, annotation: str) -> bool:
-    names = set(re.findall(r"[\w.]+", re.sub(r"\[[^|]*\]", "", annotation)))
-    is_right = any(isinstance(value, _TYPES[name]) for name in names & _TYPES.keys())
-    return not names <= _TYPES.keys() or (is_right and (not isinstance(value, bool) or "bool" in names))
 
 
 @functools.cache

@@ -101,7 +101,6 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         args=arguments,
         train_dataset=of_rows(for_trl(train, config.stage)),
         eval_dataset=of_rows(for_trl(held_out, config.stage)) if held_out else None,
-        peft_config=_new_adapter(config),
         callbacks=[follow],
         **({"teacher_model": teacher.path} if teacher else {}),
     )
@@ -154,10 +153,20 @@ def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _model(config: StageConfig, arguments: Any) -> dict[str, Any]:
-    """Return the model's name, which TRL loads, or the model with the adapter that is trained on."""
-    model = config.model
-    if model.lora is None or model.lora.start is None:
+    """Return the model's name, which TRL loads, and the adapter that it adds; or a model that has one."""
+    model, lora = config.model, config.model.lora
+    if lora is None:
         return {"model": model.path}
+    if lora.start is None:
+        adapter = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]
+            target_modules=adapter_plan(model, lora)[0]["target_modules"],
+            task_type="SEQ_CLS" if config.stage == "rm" else "CAUSAL_LM",
+            modules_to_save=["score"] if config.stage == "rm" else None,
+            revision=model.revision,
+        )
+        return {"model": model.path, "peft_config": adapter}
     base = transformers.AutoModelForCausalLM.from_pretrained(
         model.path, trust_remote_code=model.trust_remote_code, **arguments.model_init_kwargs
     )
@@ -165,22 +174,8 @@ def _model(config: StageConfig, arguments: Any) -> dict[str, Any]:
     # TRL would take that of the main branch.
     sides = dict.fromkeys(("padding_side", "truncation_side"), "left") if config.stage == "distil" else {}
     tokenizer = transformers.AutoProcessor.from_pretrained(model.path, **model.hub_options, **sides)
-    adapted = PeftModel.from_pretrained(base, model.lora.start, is_trainable=True)
+    adapted = PeftModel.from_pretrained(base, lora.start, is_trainable=True)
     return {"model": adapted, "processing_class": tokenizer}
-
-
-def _new_adapter(config: StageConfig) -> LoraConfig | None:
-    lora = config.model.lora
-    if lora is None or lora.start is not None:
-        return None
-    return LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=adapter_plan(config.model, lora)[0]["target_modules"],
-        task_type="SEQ_CLS" if config.stage == "rm" else "CAUSAL_LM",
-        modules_to_save=["score"] if config.stage == "rm" else None,
-        revision=config.model.revision,
-    )
 
 
 def _evaluated(trainer: Any) -> dict[str, float]:

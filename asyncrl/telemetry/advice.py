@@ -63,7 +63,7 @@ def bottleneck(state: RunView) -> str:
     idle = state.idle_generators or 0.0
     if paused is not None and paused > PAUSED:
         return f"generators stand still {paused:.0%} for weight updates: train larger batches"
-    if state.status is not None and state.status.max_lag == 0 and _free_cores(state) == 0:
+    if state.status.max_lag == 0 and _free_cores(state) == 0:
         return "sampling and training take turns on all cores (staleness.max_lag is 0)"
     if learner > WAITING and idle > WAITING:
         return f"learner waits {learner:.0%}, generators {idle:.0%}: raise staleness.max_lag or window_groups"
@@ -76,8 +76,7 @@ def bottleneck(state: RunView) -> str:
         cure = "raise learner.threads" if _free_cores(state) == 0 else "add learner.ranks in a new run"
         return f"generators wait {idle:.0%}: {fewer}{cure}"
     queued = state.history.latest("staleness/in_queue") or 0.0
-    # At max_lag 0 generators and learner would take turns.
-    lower = min(int(queued), state.status.max_lag - 1 if state.status else 0)
+    lower = min(int(queued), state.status.max_lag - 1)  # at max_lag 0 generators and learner would take turns
     if queued >= QUEUED_STEPS and learner < BUSY and lower > 0:
         return f"rollouts wait {queued:.1f} steps in the queue: lower staleness.max_lag by {lower}"
     return "balanced: neither side waits much"

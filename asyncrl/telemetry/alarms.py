@@ -34,7 +34,7 @@ TOLD_STEPS = 3  # first steps in which a share of truncated responses is said th
 MOVED_NATS = 1.0
 # The log-probability of chosen answers relative to its first value, mean of `FLAT_STEPS` steps. Both are
 # negative: above 1 it falls, as it does where training only makes the rejected answers fall faster.
-CHOSEN_FALL = 1.5
+CHOSEN, CHOSEN_FALL = "preference/chosen_logprob", 1.5
 FLAT_STEPS = 5  # steps in a row with no signal: a single small batch may have none by chance
 WINDOW = 20  # steps that are remembered
 QUIET_STEPS = 5  # steps in a row without cause that end an alarm: a metric at its threshold logs rarely
@@ -48,9 +48,14 @@ class Past:
     recent: Sequence[Mapping[str, float]]  # metrics of the steps before, at most `WINDOW`
     probe_limit: float = math.inf  # the newest `weights/probe_limit`
 
+    def in_a_row(self, name: str, value: float) -> list[float]:
+        """Return the values of `FLAT_STEPS` steps, of which the newest has `value`; empty if one has none."""
+        last = [value, *(row[name] for row in list(self.recent)[-FLAT_STEPS + 1 :] if name in row)]
+        return last if len(last) == FLAT_STEPS else []
+
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class _Alarm:
     """One kind of alarm."""
 
     metric: str
@@ -69,73 +74,63 @@ def _truncated(value: float, past: Past) -> bool:
     return value > TRUNCATED and (len(past.recent) < TOLD_STEPS or least <= TRUNCATED)
 
 
-def _flat(value: float, past: Past) -> bool:
-    before = [row.get("group/zero_variance", 0.0) for row in list(past.recent)[-FLAT_STEPS + 1 :]]
-    return len(before) == FLAT_STEPS - 1 and min(value, *before) >= 1.0 - EQUAL
-
-
-def _chosen(value: float, past: Past) -> bool:
-    name = "preference/chosen_logprob"
-    last = [value, *(row[name] for row in list(past.recent)[-FLAT_STEPS + 1 :] if name in row)]
-    return len(last) == FLAT_STEPS and sum(last) / FLAT_STEPS < CHOSEN_FALL * past.first[name]
-
-
-ALARMS: Mapping[str, Alarm] = {
-    "entropy": Alarm(
+ALARMS: Mapping[str, _Alarm] = {
+    "entropy": _Alarm(
         "policy/entropy",
         lambda value, past: value < max(ENTROPY_NATS, ENTROPY_SHARE * past.first["policy/entropy"]),
         "raise clip_high or set algorithm.entropy; resume from an earlier checkpoint",
     ),
-    "ess": Alarm(
+    "ess": _Alarm(
         "mismatch/ess", lambda value, past: value < ESS, "lower staleness.max_lag; see weights/probe_max"
     ),
-    "moved": Alarm(
+    "moved": _Alarm(
         "weights/moved",
         lambda value, past: value > MOVED_NATS,
         "one step replaced the policy: lower learner.optimizer.lr, by ten times or more",
     ),
-    "probe": Alarm(
+    "probe": _Alarm(
         "weights/probe_max",
         lambda value, past: value > PROBE_SHARE * past.probe_limit,
         "generators and learner compute differently: try model.dtype float32, and compare their releases",
     ),
-    "skipped": Alarm(
+    "skipped": _Alarm(
         "policy/skipped_steps",
         lambda now, past: now + sum(row.get("policy/skipped_steps", 0.0) for row in past.recent) >= SKIPPED,
         "lower learner.optimizer.lr; see policy/grad_norm",
     ),
-    "length": Alarm(
+    "length": _Alarm(
         "completions/length_mean", _length, "the reward may favour length: add shaping; see the samples"
     ),
-    "truncated": Alarm(
+    "truncated": _Alarm(
         "completions/truncated_share",
         _truncated,
         "raise sampling.max_response_tokens or shape long answers, unless this length is the task",
     ),
-    "no_signal": Alarm(
+    "no_signal": _Alarm(
         "group/zero_variance",
-        _flat,
+        lambda value, past: min(past.in_a_row("group/zero_variance", value), default=0.0) >= 1.0 - EQUAL,
         "all rewards of a group are equal: use easier or harder prompts, or another reward; see the samples",
     ),
-    "chosen": Alarm(
-        "preference/chosen_logprob",
-        _chosen,
+    "chosen": _Alarm(
+        CHOSEN,
+        # Without enough steps the sum is 0, which no log-probability exceeds.
+        lambda now, past: sum(past.in_a_row(CHOSEN, now)) / FLAT_STEPS < CHOSEN_FALL * past.first[CHOSEN],
         "the preferred answers become unlikely, too, or longer (completions/length_mean): raise beta of the "
         "advantage, lower learner.optimizer.lr, or take best_of_n",
     ),
-    "untrainable": Alarm(
+    "untrainable": _Alarm(
         "groups/rejected_untrainable",
         lambda value, past: value > 0,
         "unless these groups are from before a resume, a generator samples invalid ones: `asyncrl samples "
         "--dropped` has the reasons",
     ),
-    "deadly": Alarm(
+    "deadly": _Alarm(
         "groups/rejected_deadly",
         lambda value, past: value > 0,
         "processes died of these groups: `asyncrl audit` and `asyncrl samples --dropped` name them, the "
         "logs have the deaths",
     ),
-    "audit": Alarm(
+    "audit": _Alarm(
         "buffer/audit_mismatch",
         lambda value, past: value != 0,
         "the learner repairs it; another program changed the store, or asyncrl has a bug: keep the run "

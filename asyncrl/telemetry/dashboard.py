@@ -18,7 +18,7 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.advice import bottleneck
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import Series, highest, of_sets, score, set_of, thinned
+from asyncrl.telemetry.history import Series, chosen, of_sets, score, set_of, thinned
 from asyncrl.telemetry.state import RunView
 from asyncrl.telemetry.status import PLACES, SILENT_S
 from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
@@ -34,7 +34,7 @@ UNLIMITED_LINES = 40  # lines below the figures where the height of the terminal
 def render(state: RunView, width: int, height: int | None = None) -> Group:
     """Return the dashboard at `width` columns, cut to `height` lines (at least 12) if a height is given."""
     width = max(width, NARROWEST)
-    figures = [_header(state, width), _advice(state, width), *_alarms(state, width)]
+    figures = [_header(state, width), *_urgent(state, width)]
     if state.is_stage:
         return Group(*[*figures, *_of_stage(state, width)][:height])
     figures += [
@@ -49,7 +49,11 @@ def render(state: RunView, width: int, height: int | None = None) -> Group:
     kept_for_samples = 3 if left < 12 else 8
     generators = _generators(state, width, max(3, min(14, left - kept_for_samples)))
     left -= len(generators)
-    lines = [*figures, *curve_lines, *generators, *_samples(state, width, left)]
+    lines = [*figures, *curve_lines, *generators]
+    if left >= 3:
+        count = max(1, min(3, left // 4))
+        for sample in list(state.samples)[::-1][:count]:
+            lines += sample_lines(sample, width, min(6, left // count))
     return Group(*lines[:height])
 
 
@@ -69,32 +73,28 @@ def _header(state: RunView, width: int) -> Text:
     return one_line(Text.assemble(head, bar if room >= 4 else "", tail), width)
 
 
-def _advice(state: RunView, width: int) -> Text:
+def _urgent(state: RunView, width: int) -> list[Text]:
+    """Return what a person should read first, and while alarms are active their metrics and what to do."""
     if state.silent_s > SILENT_S:
         silent = f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl"
         line = Text(silent, "bold red")
     elif state.status and state.status.message:
         line = Text(visible(state.status.message), "bold")
         if state.status.is_final:
-            return line  # the reason is worth more than a line
+            line.overflow = "fold"  # the reason is worth more than a line
     elif state.status and state.status.is_final:
         line = Text(f"the run has {state.status.state}", "bold")
     elif state.notes and (state.status is None or state.now - state.notes[-1].at < NOTE_S):
         line = Text(f"! {visible(str(state.notes[-1]))}", "bold yellow")
     else:
         line = Text(f"> {bottleneck(state)}", "magenta")
-    return one_line(line, width)
-
-
-def _alarms(state: RunView, width: int) -> list[Text]:
-    """Return one red line while an alarm is active: its metric and, if there is room, what to do."""
-    alarms = {name: ALARMS[name] for name in state.alarms if name in ALARMS}
-    if not alarms:
-        return []
-    latest = {alarm.metric: state.history.latest(alarm.metric) for alarm in alarms.values()}
-    values = ", ".join(f"{metric} {number(value)}" for metric, value in latest.items())
-    cures = "; ".join(alarm.cure for alarm in alarms.values())
-    return [one_line(Text(f"! {values}: {cures}", "bold red"), width)]
+    lines = [line if line.overflow else one_line(line, width)]
+    if alarms := [ALARMS[name] for name in state.alarms if name in ALARMS]:
+        metrics = dict.fromkeys(alarm.metric for alarm in alarms)
+        values = ", ".join(f"{metric} {number(state.history.latest(metric))}" for metric in metrics)
+        cures = "; ".join(alarm.cure for alarm in alarms)
+        lines.append(one_line(Text(f"! {values}: {cures}", "bold red"), width))
+    return lines
 
 
 def _figures(state: RunView, width: int) -> list[Text]:
@@ -112,7 +112,7 @@ def _figures(state: RunView, width: int) -> list[Text]:
         scores.append(f"{visible(set_of(name))} {score(state.history.rows[evaluated[-1][0]], name)}".strip())
     held_out = "  ".join(scores) or "-"
     if len(scores) == 1:
-        at, value = highest(evaluated)
+        at, value = chosen(evaluated, "best")
         best = f"  best {number(value)} at step {at}"
         held_out += best if len("held-out ") + cell_len(held_out + best) < column else ""
     bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""
@@ -137,11 +137,18 @@ def _figures(state: RunView, width: int) -> list[Text]:
         ("compute", compute),
         ("waiting", f"lrn {share(state.idle_learner)}  {idle}"),
     ]
+    left = [one_line(Text.assemble((f"{name:<9}", "dim"), text), column - 1) for name, text in learning]
+    right = [Text.assemble((f"{name:<10}", "dim"), text) for name, text in machinery]
+    return _side_by_side(left, right, column, width)
+
+
+def _side_by_side(left: Sequence[Text], right: Sequence[Text], column: int, width: int) -> list[Text]:
+    """Return lines of `left` that go on with those of `right`, which begin at a column."""
     lines = []
-    for left, right in zip(learning, machinery, strict=True):
-        line = one_line(Text.assemble((f"{left[0]:<9}", "dim"), left[1]), column - 1)
+    for first, second in zip_longest(left, right, fillvalue=Text("")):
+        line = first.copy()
         line.pad_right(column - line.cell_len)
-        lines.append(one_line(line.append_text(Text.assemble((f"{right[0]:<10}", "dim"), right[1])), width))
+        lines.append(one_line(line.append_text(second), width))
     return lines
 
 
@@ -210,7 +217,7 @@ def _hosts(state: RunView, width: int) -> list[Text]:
     return [one_line(line, width)] if state.hosts else []
 
 
-def _curves(state: RunView, width: int, height: int) -> list[Text]:
+def _curves(state: RunView, width: int, height: int) -> Sequence[Text]:
     """Return rewards in training and of the first held-out set side by side, if that has two evaluations."""
     name = next(iter(of_sets("eval/reward_mean", state.history.names)), "eval/reward_mean")
     reward, evaluated = state.history.series("reward/mean"), state.history.series(name)
@@ -221,12 +228,7 @@ def _curves(state: RunView, width: int, height: int) -> list[Text]:
     column = (width - 1) // 2
     left = curve("reward/mean", reward, width=column, height=height, style="cyan")
     right = curve(name, evaluated, width=column, height=height, style="green")
-    lines = []
-    for first, second in zip_longest(left, right, fillvalue=Text("")):
-        line = first.copy()
-        line.pad_right(column + 1 - line.cell_len)
-        lines.append(one_line(line.append_text(second), width))
-    return lines
+    return _side_by_side(left, right, column + 1, width)
 
 
 def _generators(state: RunView, width: int, height: int) -> list[Text]:
@@ -284,17 +286,11 @@ def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Text:
     return Text(text, "dim")
 
 
-def _samples(state: RunView, width: int, height: int) -> list[Text]:
-    """Return the newest rollouts: a head, the end of the prompt, and the part of the response that fits."""
-    if height < 3:
-        return []
-    count = max(1, min(3, height // 4))
-    newest = list(state.samples)[::-1][:count]
-    return [line for sample in newest for line in sample_lines(sample, width, min(6, height // count))]
-
-
 def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
-    """Return a rollout in at most `height` lines (2: without its prompt), its control characters visible."""
+    """Return a rollout in at most `height` lines: a head, the end of the prompt, the response as it fits.
+
+    With 2 lines it is without its prompt. Its control characters are visible.
+    """
     width = max(width, NARROWEST)
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
     versions = sorted({version for version, _ in sample.versions})
@@ -319,14 +315,13 @@ def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
     return lines
 
 
-def curve(title: str, series: Series, *, width: int, height: int, style: str) -> list[Text]:
-    """Return `height` lines of at most `width` cells: a title with the newest value, then the curve."""
-    return [line.copy() for line in _drawn(title, series, width, height, style)]
-
-
 @functools.lru_cache(maxsize=8)
-def _drawn(title: str, series: Series, width: int, height: int, style: str) -> tuple[Text, ...]:
-    """Cached, because drawing dominates the cost of a dashboard and nothing changes between two steps."""
+def curve(title: str, series: Series, *, width: int, height: int, style: str) -> tuple[Text, ...]:
+    """Return `height` lines of at most `width` cells: a title with the newest value, then the curve.
+
+    Cached, because drawing dominates the cost of a dashboard and nothing changes between two steps: copy a
+    line before you change it.
+    """
     newest = number(series[-1][1]) if series else "no values yet"
     head = one_line(Text.assemble((title, "bold"), " ", newest), width)
     if len(series) < 2 or height < 5 or width < 10:

@@ -41,8 +41,18 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log to all trackers, with the alarms. They get any name as text, and NaN for what is no number."""
-        names = {str(name).encode(errors="backslashreplace").decode(): name for name in metrics}
-        numbers = {text: self._number(text, metrics[name]) for text, name in names.items()}
+        numbers: dict[str, float] = {}
+        for key, value in metrics.items():
+            name = str(key).encode(errors="backslashreplace").decode()
+            try:
+                math.isfinite(value)  # unlike float(), it refuses texts and bytes
+                numbers[name] = float(value)
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: several numbers of torch
+                numbers[name] = math.nan
+                if name not in self._told and len(self._told) < MOST_TOLD:
+                    self._told.add(name)
+                    message = "metric %s is %s, not a number, and counts as NaN; log numbers only"
+                    log.warning(message, name, f"{type(value).__name__} `{str(value)[:80]}`")
         watched = numbers if step is None else numbers | self._alarms.watch(numbers, step)
         self._each("log", lambda tracker: tracker.log(watched, step=step))
 
@@ -53,17 +63,6 @@ class Trackers:
         for kept in self._trackers:
             kept.close()
         self._trackers.clear()
-
-    def _number(self, name: str, value: float) -> float:
-        try:
-            math.isfinite(value)  # unlike float(), it refuses texts and bytes
-            return float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: several numbers of torch
-            if name not in self._told and len(self._told) < MOST_TOLD:
-                self._told.add(name)
-                message = "metric %s is %s, not a number, and counts as NaN; log numbers only"
-                log.warning(message, name, f"{type(value).__name__} `{str(value)[:80]}`")
-            return math.nan
 
     def _each(self, what: str, call: Callable[[Tracker], None]) -> None:
         for kept in self._trackers:
@@ -93,7 +92,6 @@ class _Kept:
             self._again_at_s = time.monotonic() + BACKOFF.pause_s(self._failures[what])
 
     def close(self) -> None:
-        """Close the tracker and log its failure. Never raises."""
         if self._tracker:
             with self.may_fail(f"close of {self._name}"):
                 self._tracker.close()
@@ -122,8 +120,7 @@ def open_trackers(
     metrics, samples = directory / "metrics" / f"{LEARNER}.jsonl", directory / "samples.jsonl"
     openers: list[Callable[[], Tracker]] = [partial(JsonlTracker, metrics, samples)]
     if config.wandb != "off":
-        opener = partial(WandbTracker, mode=config.wandb, project=config.wandb_project, name=run)
-        openers.append(partial(opener, run_id=f"{run}-{key_id}", directory=directory, config=values))
+        openers.append(partial(WandbTracker, config, run, directory, values, f"{run}-{key_id}"))
     if config.tensorboard:
-        openers.append(partial(TensorBoardTracker, directory / "tensorboard", config=values, step=step))
+        openers.append(partial(TensorBoardTracker, directory / "tensorboard", values, step))
     return Trackers(openers, also)

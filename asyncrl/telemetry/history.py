@@ -30,9 +30,11 @@ def thinned(points: Points, most: int) -> Points:
     return [(run[-1][0], sum(value for _, value in run) / len(run)) for run in runs]
 
 
-def highest(series: Series) -> tuple[int, float]:
-    """Return the point with the highest value; the first of equals."""
-    return max(series, key=lambda point: (point[1], -point[0]))
+def chosen(series: Series, of: Which) -> tuple[int, float]:
+    """Return a point of a series that has one; the best has the highest value, and is the first of equals."""
+    if of == "best":
+        return max(series, key=lambda point: (point[1], -point[0]))
+    return series[0 if of == "first" else -1]
 
 
 def of_sets(wanted: str, names: Iterable[str]) -> list[str]:
@@ -124,18 +126,16 @@ class History:
         return tuple((step, row[name]) for step in self.steps if name in (row := self.rows[step]))
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric over all steps."""
         return sum(value for _, value in self.series(name))
 
     def latest(self, name: str) -> float | None:
-        """Return the newest value of a metric."""
         return next((row[name] for step in reversed(self.steps) if name in (row := self.rows[step])), None)
 
     def shown(self, name: str, of: Which, *, until: float = math.inf) -> str:
         """Return a value up to a step as text: 0.412 ± 0.014 (n 1,319, step 40); `-` if there is none."""
         if not (series := tuple(point for point in self.series(name) if point[0] <= until)):
             return "-"
-        step, _ = highest(series) if of == "best" else series[0 if of == "first" else -1]
+        step, _ = chosen(series, of)
         return score(self.rows[step], name, f"step {step}")
 
 

@@ -67,23 +67,6 @@ class Lines:
         while len(self._waiting) > WAITING:
             self._waiting.popleft()
             self._lost += 1
-        self._flush()
-        if lost := self._lost:
-            self._lost = 0  # first, as this file may be that of the log
-            message = "%s lacks %d lines: only %d could wait until it was written again"
-            log.warning(message, self._path, lost, WAITING)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file; 0 while it cannot be written."""
-        return self._file.tell() if self._file else 0
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
-            self._file = None
-
-    def _flush(self) -> None:
         try:
             if self._file and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 self.close()
@@ -99,6 +82,20 @@ class Lines:
         except OSError:
             self.close()
             raise
+        if lost := self._lost:
+            self._lost = 0  # first, as this file may be that of the log
+            message = "%s lacks %d lines: only %d could wait until it was written again"
+            log.warning(message, self._path, lost, WAITING)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file; 0 while it cannot be written."""
+        return self._file.tell() if self._file else 0
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
 
 
 def _open(path: Path, opening: bytes, end: bytes) -> IO[bytes]:

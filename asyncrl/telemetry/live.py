@@ -43,7 +43,6 @@ class Dashboard:
         self._live.update(render(state, self._console.width, self._console.height), refresh=True)
 
     def close(self) -> None:
-        """Restore the terminal and print the last picture."""
         self._live.stop()
         if self._last:
             self._console.print(render(self._last, self._console.width))
@@ -97,38 +96,31 @@ class PlainReporter:
 def step_line(state: RunView, step: int) -> str:
     """Return a step as one line."""
     row = state.history.rows[step]
-    at = row.get
-    total = f"/{state.status.total_steps}" if state.status else ""
-    left = f"{duration(state.eta_s)} left" if state.eta_s is not None else ""
-    if "train/loss" in row:  # of a stage
-        held_out = [value for known, value in state.history.series("eval/loss") if known <= step]
-        parts = [
-            f"step {step}{total}",
-            f"loss {number(at('train/loss'))}",
-            f"held-out {number(held_out[-1])}" if held_out else "",
-            f"{number(at('time/step'))} s",
-            left,
-        ]
-        return "  ".join(part for part in parts if part)
-    scores: list[str] = []
-    for name in of_sets("eval/reward_mean", state.history.names):
+    at, is_of_stage = row.get, "train/loss" in row
+    held_out: list[str] = []
+    for name in of_sets("eval/loss" if is_of_stage else "eval/reward_mean", state.history.names):
         if evaluated := [known for known, _ in state.history.series(name) if known <= step]:
             label = f"held-out {visible(set_of(name))}".rstrip()
-            scores.append(f"{label} {score(state.history.rows[evaluated[-1]], name)}")
-    parts = [
-        f"step {step}{total}",
-        f"reward {number(at('reward/mean'))}",
-        *scores,
-        f"length {number(at('completions/length_mean'))}",
-        f"entropy {number(at('policy/entropy'))}" if "policy/entropy" in row else "",
-        f"lag {number(at('staleness/mean'))} max {number(at('staleness/max'))}",
-        f"tok/s gen {state.generated_tokens_per_s:.0f} lrn {number(at('perf/learner_tokens_per_s'))}",
-        f"idle lrn {share(at('idle/learner'))} gen {share(state.idle_generators)}",
+            held_out.append(f"{label} {score(state.history.rows[evaluated[-1]], name)}")
+    parts = [f"step {step}" + (f"/{state.status.total_steps}" if state.status else "")]
+    if is_of_stage:
+        parts += [f"loss {number(at('train/loss'))}", *held_out]
+    else:
+        parts += [
+            f"reward {number(at('reward/mean'))}",
+            *held_out,
+            f"length {number(at('completions/length_mean'))}",
+            f"entropy {number(at('policy/entropy'))}" if "policy/entropy" in row else "",
+            f"lag {number(at('staleness/mean'))} max {number(at('staleness/max'))}",
+            f"tok/s gen {state.generated_tokens_per_s:.0f} lrn {number(at('perf/learner_tokens_per_s'))}",
+            f"idle lrn {share(at('idle/learner'))} gen {share(state.idle_generators)}",
+        ]
+    parts += [
         f"{number(at('time/step'))} s",
-        left,
+        f"{duration(state.eta_s)} left" if state.eta_s is not None else "",
         f"ALARM {' '.join(alarms)}" if (alarms := ringing(row)) else "",
     ]
-    return "  ".join(part for part in parts if part)
+    return "  ".join(filter(None, parts))
 
 
 @contextmanager

@@ -39,7 +39,6 @@ class LogContext(logging.Filter):
         self.version = version
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add both to the record and keep it."""
         record.role, record.version = self.role, self.version
         return True
 

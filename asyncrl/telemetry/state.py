@@ -230,6 +230,8 @@ class RunReader:
                 self._notes.append(note)
         members = _members(status, self._generators)
         alive = [self._generators.get(member.generator_id, ()) for member in members]
+        hosts = (read_record(self.directory / "hosts.json") or {}).items()
+        known = {name: host for name, host in hosts if isinstance(host, dict)}
         return RunView(
             run=status.run if status else self.directory.name,
             now=time.time(),
@@ -243,7 +245,7 @@ class RunReader:
             stalled_generators=_mean_share(alive, "stalled_s"),
             notes=tuple(self._notes),
             doing=dict(self._doing),
-            hosts=_hosts(self.directory / "hosts.json"),
+            hosts={name: (str(one.get("phase")), str(one.get("why") or "")) for name, one in known.items()},
         )
 
 
@@ -254,22 +256,10 @@ def read_state(directory: Path) -> RunView:
 
 def _members(status: StatusSnapshot | None, rows: Mapping[str, Sequence[Row]]) -> tuple[MemberStatus, ...]:
     """Return the generators in the learner's status; before it writes one, those that write metrics."""
+    unknown: dict[str, Any] = {"state": "unknown", "version": 0, "silent_s": 0.0, "metrics": {}}
+    members = status.members if status else [MemberStatus(generator_id=name, **unknown) for name in rows]
     last = {name: lines[-1] if lines else {} for name, lines in rows.items()}
-    if status is not None:
-        return tuple(
-            replace(member, metrics={**last.get(member.generator_id, {}), **member.metrics})
-            for member in status.members
-        )
-    return tuple(
-        MemberStatus(generator_id=name, state="unknown", version=0, silent_s=0.0, metrics=metrics)
-        for name, metrics in last.items()
-    )
-
-
-def _hosts(path: Path) -> dict[str, tuple[str, str]]:
-    found = (read_record(path) or {}).items()
-    known = {name: host for name, host in found if isinstance(host, dict)}
-    return {name: (str(host.get("phase")), str(host.get("why") or "")) for name, host in known.items()}
+    return tuple(replace(one, metrics={**last.get(one.generator_id, {}), **one.metrics}) for one in members)
 
 
 def _mean_share(generators: Iterable[Sequence[Row]], name: str) -> float | None:

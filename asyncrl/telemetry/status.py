@@ -51,7 +51,6 @@ class StatusSnapshot:
 
     @property
     def is_final(self) -> bool:
-        """Whether the run is over."""
         return self.state in FINAL_STATES
 
 

@@ -5,28 +5,22 @@ import unicodedata
 
 from rich.text import Text
 
-SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"}
+SIGNS = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\n": "↵", "\t": "⇥", "\x7f": "␡"}
+# Cc: C1 controls; Cf: bidirectional overrides, zero widths; Cs: half an emoji; Zl, Zp: line separators.
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def visible(text: str) -> str:
     """Replace every character that could move the cursor, colour or reorder text by a sign."""
-    return "".join(_sign(character) for character in text)
+    return "".join(
+        SIGNS.get(one) or (f"\\u{ord(one):04x}" if unicodedata.category(one) in HIDDEN else one)
+        for one in text
+    )
 
 
 def visible_lines(text: str) -> str:
     """`visible` for each line of a text."""
     return "\n".join(visible(line) for line in text.split("\n"))
-
-
-def _sign(character: str) -> str:
-    if character in SIGNS:
-        return SIGNS[character]
-    if character < " ":
-        return chr(0x2400 + ord(character))
-    # Cc: C1 controls; Cf: bidirectional overrides, zero widths; Cs: half an emoji; Zl, Zp: line separators.
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-        return f"\\u{ord(character):04x}"
-    return character
 
 
 def one_line(text: Text, width: int) -> Text:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from asyncrl.config.sections import TelemetryConfig
 from asyncrl.errors import from_extra
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import of_sets, score
@@ -71,20 +72,14 @@ class WandbTracker:
     """A W&B run with our run's name, continued by a resume."""
 
     def __init__(
-        self,
-        *,
-        mode: Literal["online", "offline"],
-        project: str,
-        name: str,
-        run_id: str,
-        directory: Path,
-        config: Mapping[str, Any],
+        self, telemetry: TelemetryConfig, run: str, directory: Path, values: Mapping[str, Any], run_id: str
     ) -> None:
         """Open the run. W&B identifies it by `run_id` and keeps its own files in `directory`."""
         with from_extra("wandb"):
             import wandb
 
-        if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+        is_online = telemetry.wandb == "online"
+        if is_online and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
             # Without this check, W&B would prompt on an unattended terminal.
             raise RuntimeError(
                 "no W&B API key: run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb to offline"
@@ -94,13 +89,13 @@ class WandbTracker:
         self._shown = dict[str, int]()
         end = {"finish_timeout": FINISH_S, "finish_timeout_raises": True}
         self._run = wandb.init(
-            mode=mode,
-            project=project,
-            name=name,
+            mode="online" if is_online else "offline",
+            project=telemetry.wandb_project,
+            name=run,
             id=run_id,
-            resume="allow" if mode == "online" else None,
+            resume="allow" if is_online else None,
             dir=str(directory),
-            config=dict(config),
+            config=dict(values),
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off", **end),
         )
         # W&B's own step can only grow, but ours goes back when a run resumes from a checkpoint.
@@ -139,7 +134,7 @@ class WandbTracker:
 class TensorBoardTracker:
     """Look with `tensorboard --logdir RUNS`."""
 
-    def __init__(self, directory: Path, *, config: Mapping[str, Any], step: int = 0) -> None:
+    def __init__(self, directory: Path, config: Mapping[str, Any], step: int) -> None:
         """Begin a new event file in `directory` that replaces everything after `step`."""
         with from_extra("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
@@ -177,7 +172,6 @@ class TensorBoardTracker:
             self._writer.add_text(_table_of(records[-1]), text, global_step=records[-1].step)
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
         self._writer.close()
 
 

@@ -131,7 +131,7 @@ def test_the_page_shows_a_metric_once(runs: list[Path]) -> None:
     with (runs[0] / "metrics" / "learner.jsonl").open("a") as file:
         file.write('{"step": 31, "time": 1e6, "environment/tools/calls": 2.0, "environment/model_s": 1.0}\n')
     charts = overlaid(labelled([read_archive(RunDirectory(run)) for run in runs]))
-    assert [chart.title for chart in charts if "environment/" in chart.title] == [
+    assert [chart["title"] for chart in charts if "environment/" in chart["title"]] == [
         "Tool calls of an episode (environment/tools/calls)",
         "Seconds of an episode (environment/model_s)",
     ]

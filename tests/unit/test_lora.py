@@ -16,7 +16,7 @@ from asyncrl.hosting.memory_use import Rank, weights_bytes
 from asyncrl.preflight import outside
 from asyncrl.preflight.validate import validated_config
 from asyncrl.stages.settings import StageConfig
-from asyncrl.stages.with_trl import _new_adapter
+from asyncrl.stages.with_trl import _model
 from tests.support.models import model_of, peft_adapter, tiny_moe, tiny_qwen2
 from tests.support.stages import tiny_stage
 
@@ -93,7 +93,7 @@ def test_a_stage_adapts_the_layers_that_a_run_adapts(tmp_path):
     lora.inject(run, LoraConfig())
     options = {"lora": {"rank": 8}, "revision": "abc"}
     config = load(StageConfig, tiny_stage(tmp_path, "sft", model=options))
-    adapted = get_peft_model(stage, _new_adapter(config))
+    adapted = get_peft_model(stage, _model(config, None)["peft_config"])
     found = adapted.base_model.model
     settings = lora.peft_config(config.model.lora, config.model, [])
     assert settings["revision"] == adapted.peft_config["default"].revision == "abc"

@@ -29,7 +29,7 @@ SOURCES = [
 INTERNAL = {
     "reward/square", "advantage/square", "<>/square", "<>/ratio_square", "<>/mean", "<>/std", "<>/ess", "<>/chi2_token",
     "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>", "critic/<>_<>", "groups/collapsed_<>",
-    "memory/<>/rank<>",
+    "memory/<>/rank<>", "staleness/<>", "staleness/<>/<>",
 }  # fmt: skip
 """Sums that are finished before they are published, and families that are listed one by one."""
 

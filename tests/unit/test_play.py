@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from asyncrl.engine.episodes import EpisodeFailed
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError
 from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.results import engine_process, play
-from asyncrl.results.play import _lines, pieces, plain
+from asyncrl.results.play import pieces, shown
 from asyncrl.rewards.reward_process import Divisible
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from tests.support.characters import character_tokenizer
@@ -38,10 +39,10 @@ ROLLOUT = Rollout(
 
 def test_pieces_are_runs_of_one_speaker_and_one_version():
     assert list(pieces(ROLLOUT)) == [
-        ("action", 3, [10, 11]),
-        ("context", 3, [12, 13]),
-        ("action", 3, [14]),
-        ("action", 4, [15, 16, 17]),
+        ("action v3", [10, 11]),
+        ("context v3", [12, 13]),
+        ("action v3", [14]),
+        ("action v4", [15, 16, 17]),
     ]
 
 
@@ -54,11 +55,7 @@ def test_an_episode_is_shown_with_its_text_ids_versions_and_reward():
         episode_of=np.zeros(2, np.int32),
         episode_metrics={"turns": np.array([2.0], np.float32)},
     )
-    prompts = SimpleNamespace(
-        tokenizer=SimpleNamespace(decode=lambda ids: "".join(chr(87 + one) for one in ids)),
-        prompt=lambda ticket: SimpleNamespace(row={"secret": 17}),
-    )
-    lines = list(_lines(**plain(group, prompts)))
+    lines = list(shown(group, {"secret": 17}, lambda ids: "".join(chr(87 + one) for one in ids)))
     assert lines[0] == 'row {"secret": "17"}'
     assert "  sequence 2 of 2" in lines and lines.count('  context v3  "cd"  [12 13]') == 2
     assert '  action v4   "fgh"  [15 16 17]' in lines
@@ -66,12 +63,20 @@ def test_an_episode_is_shown_with_its_text_ids_versions_and_reward():
 
 
 def test_no_text_of_an_episode_moves_the_cursor_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = {"row": {"a": "\x9b2J"}, "metrics": {"b\x7f": 1.0}, "end": "stop", "reward": 1.0, "parts": {}}
-    group["sequences"] = [[("action", 0, "\x1b[2J\u202e\n", [1])]]
-    monkeypatch.setattr(play, "ask", lambda *_: [group])
+    one = replace(ROLLOUT, finish_reason="stop", reward=1.0, reward_parts={})
+    metrics = {"b\x7f": np.array([1.0], np.float32)}
+    group = Group(
+        ticket_id=1, rollouts=(one,), generator_id="play", finished_version=4, episode_metrics=metrics
+    )
+    lines = list(shown(group, {"a": "\x9b2J"}, lambda ids: "\x1b[2J\u202e\n"))
+    monkeypatch.setattr(play, "ask", lambda *_: lines)
     assert list(play.play_rows(Path("task.yaml"), [], 1)) == [
         'row {"a": "\\u009b2J"}',
-        '  action v0   "\\u001b[2J\\u202e\\n"  [1]',
+        '  prompt      "\\u001b[2J\\u202e\\n"  [1 2]',
+        '  action v3   "\\u001b[2J\\u202e\\n"  [10 11]',
+        '  context v3  "\\u001b[2J\\u202e\\n"  [12 13]',
+        '  action v3   "\\u001b[2J\\u202e\\n"  [14]',
+        '  action v4   "\\u001b[2J\\u202e\\n"  [15 16 17]',
         "  stop: reward 1 (); b␡ 1",
     ]
 
@@ -97,7 +102,6 @@ def test_no_teacher_is_asked(tmp_path, monkeypatch):
         yield SimpleNamespace(group=group)
 
     monkeypatch.setattr(play, "sampler_of", sampler_of)
-    monkeypatch.setattr(play, "plain", lambda group, prompts: {})
     asyncio.run(play._play(config, "1"))
     assert group_limits(config, 64)[0].required and asked == [()]
 

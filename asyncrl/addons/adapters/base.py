@@ -4,6 +4,7 @@ The tools' schemas stay those of the server, and their names are no attributes o
 `__tools__` has the tools in it instead of its methods, see `environments.user_code`.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from inspect import cleandoc
@@ -31,14 +32,11 @@ def tools_of(call: Call, *tools: tuple[str, str | None, Mapping[str, Any]]) -> d
 def split_options(name: str) -> tuple[str, dict[str, Any]]:
     """Return the name without its options, and the options. A value is JSON, or text."""
     name, _, text = name.partition("?")
-    return name, {key: _value(value) for key, value in parse_qsl(text, keep_blank_values=True)}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    options: dict[str, Any] = dict(parse_qsl(text, keep_blank_values=True))
+    for key, value in options.items():
+        with contextlib.suppress(ValueError):
+            options[key] = json.loads(value)
+    return name, options
 
 
 def last_json(response: str, begin: str) -> Any:

@@ -13,15 +13,11 @@ def environment(name: str) -> type:
     gem.make(env_id, **options)
 
     class Game:
-        """One episode."""
-
         def reset(self, seed: int) -> str:
-            """Begin, and return the task."""
             self._env = gem.make(env_id, **options)
             return _shown(*self._env.reset(seed=seed))
 
         def step(self, response: str) -> tuple[str, float, bool, bool, dict[str, str]]:
-            """Take the action in a response; the task says how it is written."""
             observation, reward, terminated, truncated, info = self._env.step(response)
             return _shown(observation, info), float(reward), bool(terminated), bool(truncated), {}
 

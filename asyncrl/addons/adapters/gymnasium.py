@@ -29,16 +29,12 @@ def environment(name: str) -> type:
         raise TypeError(f"{name} has actions {space}; allowed are Discrete, Text, Box and arrays of integers")
 
     class Game:
-        """One episode."""
-
         def reset(self, seed: int) -> tuple[str, dict[str, str]]:
-            """Begin, and say what an action is."""
             self._env = gymnasium.make(env_id, **options)
             self._state = as_text(self._env.reset(seed=seed)[0])
             return f"An action is {_described(space)}.\n{self._shown()}", {"state": self._state}
 
         def step(self, response: str) -> tuple[Any, ...]:
-            """Take the action in a response."""
             action = read_action(space, response)
             if action is None:
                 error = f"error: found no action; an action is {_described(space)}"

@@ -67,24 +67,22 @@ class _Connection:
 class _Text(_Connection):
     """An environment whose action is an answer."""
 
-    action: Mapping[str, Any]
+    field: str  # the only field of an action if it is text without a choice, otherwise ""
+    action: str  # which JSON object an action is
 
     def reset(self, **row: Any) -> str:
-        """Begin, and return the first observation. Raises ConnectionError."""
         self._open()
         said = _shown(self._ask("reset", row)["observation"])
-        return said if _only_text(self.action) else f"An action is {_described(self.action)}.\n{said}"
+        return said if self.field else f"An action is {self.action}.\n{said}"
 
     def step(self, response: str) -> tuple[str, float | None, bool]:
-        """Take the action in a response. Raises ConnectionError."""
-        field = _only_text(self.action)
-        action = {field: response} if field else last_json(response, "{")
+        action = {self.field: response} if self.field else last_json(response, "{")
         if action is None:
-            return f"error: found no action; an action is {_described(self.action)}", 0.0, False
+            return f"error: found no action; an action is {self.action}", 0.0, False
         reply = self._ask("step", action)
         if "errors" in reply:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in reply["errors"])
-            return f"error: {wrong}; an action is {_described(self.action)}", 0.0, False
+            return f"error: {wrong}; an action is {self.action}", 0.0, False
         return _shown(reply["observation"]), _number(reply["reward"]), bool(reply["done"])
 
 
@@ -92,7 +90,6 @@ class _Tools(_Connection):
     """An environment with tools; its reward is the sum of those of the calls."""
 
     def reset(self, **row: Any) -> str:
-        """Begin, and return the first observation. Raises ConnectionError."""
         self._open()
         self._reward: float | None = None
         self._done = False
@@ -103,7 +100,6 @@ class _Tools(_Connection):
         return self._reward
 
     def is_done(self) -> bool:
-        """Say whether the episode is over."""
         return self._done
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -123,8 +119,13 @@ def environment(url: str) -> type:
     url = url.rstrip("/")
     with urllib.request.urlopen(f"{url}/schema", timeout=OPEN_S) as answer:
         action = json.load(answer)["action"]
-    if action["properties"].keys() - {"metadata", "type", "tool_name", "arguments"}:
-        return type("Remote", (_Text,), {"url": url, "action": action})
+    fields = {name: one for name, one in action["properties"].items() if name != "metadata"}
+    if fields.keys() - {"type", "tool_name", "arguments"}:
+        [(name, schema), *others] = fields.items()
+        is_text = not others and schema.get("type") == "string" and "enum" not in schema
+        kept = {key: value for key, value in action.items() if key in ("required", "$defs")}
+        text = f"a JSON object with {json.dumps({'properties': fields} | kept)}"
+        return type("Remote", (_Text,), {"url": url, "field": name if is_text else "", "action": text})
     lister = type("Lister", (_Connection,), {"url": url})()
     lister._open(ping_s=None)  # a thread that pings would end too late for this process to fork
     try:
@@ -135,21 +136,6 @@ def environment(url: str) -> type:
         raise TypeError(f"the server {url} has neither fields of an action nor tools")
     listed = [(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
     return type("Remote", (_Tools,), {"url": url} | tools_of(_Tools._call, *listed))
-
-
-def _fields(action: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in action["properties"].items() if name != "metadata"}
-
-
-def _only_text(action: Mapping[str, Any]) -> str:
-    """The only field of an action if it is text without a choice, otherwise ""."""
-    [(name, schema), *others] = _fields(action).items()
-    return name if not others and schema.get("type") == "string" and "enum" not in schema else ""
-
-
-def _described(action: Mapping[str, Any]) -> str:
-    kept = {name: value for name, value in action.items() if name in ("required", "$defs")}
-    return f"a JSON object with {json.dumps({'properties': _fields(action)} | kept)}"
 
 
 def _shown(observation: Mapping[str, Any]) -> str:

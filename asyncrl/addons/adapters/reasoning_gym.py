@@ -24,8 +24,6 @@ def environment(name: str) -> type:
     scorer = reasoning_gym.create_dataset(dataset_name, size=1, seed=0, **options)
 
     class Task:
-        """One episode."""
-
         def reset(self, seed: int, entry: Mapping[str, Any] | None = None) -> str | None:
             """Begin. The row's prompt has the question of an entry already."""
             self._left = most
@@ -36,7 +34,6 @@ def environment(name: str) -> type:
             return question(self._entry)
 
         def step(self, response: str) -> tuple[str, float, bool]:
-            """Score the answer in a response."""
             answer = extract_answer(response)
             score = float(scorer.score_answer(response.strip() if answer is None else answer, self._entry))
             self._left -= 1

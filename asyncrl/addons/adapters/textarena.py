@@ -19,16 +19,12 @@ def environment(name: str) -> type:
     textarena.make(raw, **options).reset(num_players=1, seed=0)
 
     class Game:
-        """One episode."""
-
         def reset(self, seed: int) -> str:
-            """Begin, and return the rules."""
             self._game = textarena.make(raw, **options)
             self._game.reset(num_players=1, seed=seed)
             return self._news()
 
         def step(self, response: str) -> tuple[str, float, bool]:
-            """Make the move in a response; the rules say how it is written."""
             done, _ = self._game.step(action=response)
             if not done:
                 return self._news(), 0.0, False

@@ -7,6 +7,7 @@ the session of the episode.
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -36,13 +37,26 @@ def environment(name: str) -> Any:
     Raises ImportError, ValueError for an option, and TypeError for a taskset that is not played here.
     """
     taskset = _taskset(name)
-    playing = _Playing(taskset)
     task_type = taskset.task_type()
     data_type = task_type.data_type()
+    stack = AsyncExitStack()
+    serving: asyncio.Task[Mapping[str, Any]] | None = None  # the tools that the episodes of a process share
 
     async def rollout(session: Any, task: Mapping[str, Any]) -> dict[str, float]:
+        nonlocal serving
         played = task_type(data_type.model_validate(task), taskset.config.task)
-        trace = await playing.play(session, played)
+        if serving is None or (serving.done() and serving.exception()):
+            shared = serve_shared(taskset.toolsets(taskset.config))
+            serving = asyncio.create_task(stack.enter_async_context(shared))
+        tools = await asyncio.shield(serving)
+        harness, model = NullHarnessConfig(id="null"), _Model(session)
+        config = vf.AgentConfig(model="policy", harness=harness, runtime=vf.SubprocessConfig())
+        async with _Server(model, tools) as server:
+            agent = vf.Agent(config, interception=server)
+            agent.harness = _Chat(harness, model)
+            trace = await agent.run(played, tools=tools)
+        if model.spent and not trace.num_turns:  # no turn was left for the first one
+            raise model.spent
         if not trace.ok or None in trace.rewards.values():
             error = trace.last_error
             why = f"{error.type}: {error.message}" if error else f"no reward after {trace.stop_condition}"
@@ -88,31 +102,6 @@ def _taskset(name: str) -> Any:
     return taskset
 
 
-class _Playing:
-    """Plays the episodes of a process, which share the tools of the taskset."""
-
-    def __init__(self, taskset: Any) -> None:
-        self._taskset = taskset
-        self._stack = AsyncExitStack()
-        self._tools: asyncio.Task[Mapping[str, Any]] | None = None
-
-    async def play(self, session: Any, task: Any) -> Any:
-        """Return the trace of an episode. Raises BudgetSpent if no turn was left for the first one."""
-        if self._tools is None or (self._tools.done() and self._tools.exception()):
-            serving = serve_shared(self._taskset.toolsets(self._taskset.config))
-            self._tools = asyncio.create_task(self._stack.enter_async_context(serving))
-        tools = await asyncio.shield(self._tools)
-        harness, model = NullHarnessConfig(id="null"), _Model(session)
-        config = vf.AgentConfig(model="policy", harness=harness, runtime=vf.SubprocessConfig())
-        async with _Server(model, tools) as server:
-            agent = vf.Agent(config, interception=server)
-            agent.harness = _Chat(harness, model)
-            trace = await agent.run(task, tools=tools)
-        if model.spent and not trace.num_turns:
-            raise model.spent
-        return trace
-
-
 class _Server(InterceptionServer):  # type: ignore[misc]
     """The library's server between an agent and its model, for one episode."""
 
@@ -144,7 +133,11 @@ class _Model(vf.Client):  # type: ignore[misc]
             raise vf.ProviderError(str(spent), status_code=400) from spent
         message = {"role": "assistant", "content": answer.text, "reasoning_content": answer.reasoning or None}
         if answer.tool_calls:
-            message["tool_calls"] = [_written(call) for call in answer.tool_calls]
+            message["tool_calls"] = []
+        for call in answer.tool_calls:
+            text = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
+            function = {"name": call.name, "arguments": text}
+            message["tool_calls"].append({"id": call.id, "type": "function", "function": function})
         used = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens}
         raw = {
             "id": "asyncrl", "object": "chat.completion", "created": 0, "model": "policy",
@@ -190,8 +183,11 @@ class _Chat(vf.Harness[NullHarnessConfig]):  # type: ignore[misc]
             while True:
                 body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
                 reply = await http.post(f"{endpoint}/chat/completions", json=body)
-                if self._model.spent and trace.num_turns:
-                    _stop(trace, self._model.spent.finish_reason)
+                if (spent := self._model.spent) and trace.num_turns:  # the episode is scored
+                    if spent.finish_reason in SPENT:
+                        trace.stop(SPENT[spent.finish_reason])
+                    else:
+                        trace.record_timeout("agent")
                     break
                 if reply.status_code != httpx.codes.OK:
                     raise RuntimeError(reply.text)
@@ -199,9 +195,7 @@ class _Chat(vf.Harness[NullHarnessConfig]):  # type: ignore[misc]
                 if not (calls := messages[-1].get("tool_calls")):
                     break
                 for call in calls:
-                    result = await _verdict(http, tool_interception_url, call) or await _result(
-                        call, *servers
-                    )
+                    result = await _result(http, tool_interception_url, call, *servers)
                     messages.append(bound_tool_message(result))
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
@@ -214,31 +208,27 @@ def _opening(system: str | None, prompt: str | Sequence[Any] | None) -> list[dic
     return [*messages, *(message_to_wire(message) for message in prompt or ())]
 
 
-def _stop(trace: Any, finish_reason: str) -> None:
-    """End an episode whose budget is spent; it is scored."""
-    if finish_reason in SPENT:
-        trace.stop(SPENT[finish_reason])
-    else:
-        trace.record_timeout("agent")
-
-
-async def _verdict(http: httpx.AsyncClient, url: str | None, call: Mapping[str, Any]) -> Any:
-    """The result that the task's interceptors give instead of a call's, or None. Raises RuntimeError."""
-    if url is None:
-        return None
-    function = call["function"]
-    asked = {"tool_call_id": call["id"], "name": function["name"], "arguments": _arguments(function)}
-    reply = await http.post(url, json=asked)
-    if reply.status_code != httpx.codes.OK or (decision := reply.json())["action"] == "stop":
-        raise RuntimeError(reply.text)
-    return decision["message"] if decision["action"] == "deny" else None
-
-
 async def _result(
-    call: Mapping[str, Any], dispatch: Mapping[str, Any], servers: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The message with the result of a call; a mistake of the model is an observation."""
-    name, arguments = call["function"]["name"], _arguments(call["function"])
+    http: httpx.AsyncClient,
+    interceptors: str | None,
+    call: Mapping[str, Any],
+    dispatch: Mapping[str, Any],
+    servers: Mapping[str, Any],
+) -> Any:
+    """The message with the result of a call, or that which the task's interceptors give instead.
+
+    A mistake of the model is an observation. Raises RuntimeError if the interceptors stop the episode.
+    """
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    with contextlib.suppress(ValueError):  # a text that is not JSON stays a text
+        arguments = json.loads(arguments or "{}")
+    if interceptors is not None:
+        asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
+        reply = await http.post(interceptors, json=asked)
+        if reply.status_code != httpx.codes.OK or (decision := reply.json())["action"] == "stop":
+            raise RuntimeError(reply.text)
+        if decision["action"] == "deny" and decision["message"]:
+            return decision["message"]
     if name not in dispatch:
         content: Any = f"error: there is no tool {name}; the tools are {', '.join(dispatch) or 'none'}"
     elif not isinstance(arguments, dict):
@@ -246,20 +236,6 @@ async def _result(
     else:
         content = await call_mcp(servers, dispatch, name, arguments)
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    """The arguments of a call: an object, or the text that is not JSON."""
-    try:
-        return json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return function["arguments"]
-
-
-def _written(call: Any) -> dict[str, Any]:
-    """A call of the model in OpenAI's form."""
-    text = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
 
 
 def _read(message: Mapping[str, Any]) -> dict[str, Any]:
