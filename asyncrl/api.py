@@ -26,7 +26,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.cluster.slurm_jobs import allocation
+from asyncrl.cluster.slurm import allocation
 from asyncrl.commands.down import end_run
 from asyncrl.commands.sweep import RETURN_EARLY
 from asyncrl.config.load import read_draft

@@ -90,7 +90,7 @@ def run_up(
     from asyncrl.cli.foreground import run_on_hosts
     from asyncrl.cluster.driver import wants_gpus
     from asyncrl.cluster.plans import LEARNER, described
-    from asyncrl.cluster.slurm_jobs import allocation, run_script
+    from asyncrl.cluster.slurm import allocation, run_script
     from asyncrl.commands.hosts import become_host, manifests
     from asyncrl.hosting.route import in_clear, reaches
     from asyncrl.preflight.validate import validated_config

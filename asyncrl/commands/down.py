@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.cluster.slurm_jobs import end_jobs
+from asyncrl.cluster.slurm import end_jobs
 from asyncrl.commands.stopping import Stop, read_stop
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import has_ended

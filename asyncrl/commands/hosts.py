@@ -15,7 +15,7 @@ from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec, open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plans, node_plan, nodes_in, reachable
-from asyncrl.cluster.slurm_jobs import COMPLETING, jobs_of, run_script, submit
+from asyncrl.cluster.slurm import COMPLETING, jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.up import StartedRun, last_status, require_not_up
