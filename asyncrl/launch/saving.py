@@ -21,7 +21,7 @@ from asyncrl.report.reports import Reporting
 from asyncrl.run.best import Judged, read_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.exports import Exports, Pushes
-from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import LearnerState
 from asyncrl.trainer.base import Trainer
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from asyncrl.data.prompts import vocabulary_size
 from asyncrl.evaluation import EvalResult, Evaluation, Rounds, resume_ledger
 from asyncrl.hosting.progress import Attention
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import LearnerState
 from asyncrl.types import Group
 from asyncrl.weights.base import EVERY_ROW
 from asyncrl.wire.group_frames import decode_group
