@@ -265,7 +265,7 @@ def open(run: Path | str | None = None) -> Run:
     return Run(find_run(Path(run) if run is not None else None))
 
 
-class _Process:
+class _Process(subprocess.Popen[bytes]):
     """The supervisor, in its own session, so that neither Ctrl-C nor the end of this process stops it."""
 
     def __init__(self, config: str, options: Sequence[str]) -> None:
@@ -274,20 +274,17 @@ class _Process:
         path.write_text(config, encoding="utf-8")
         with self._output.open("wb") as output:
             command = module_argv("asyncrl.cli.main", "up", str(path), "--plain", *options)
-            self._popen = subprocess.Popen(
+            super().__init__(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
 
     @property
     def is_alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def terminate(self) -> None:
-        self._popen.terminate()
+        return self.poll() is None
 
     def failure(self) -> str:
         """Return how it has failed, with the end of its output; empty if it is up, over or was stopped."""
-        status, stops = self._popen.poll(), (signal.SIGTERM, signal.SIGINT)
+        status, stops = self.poll(), (signal.SIGTERM, signal.SIGINT)
         # A signal that comes before there is anything to save ends it without its own exit status.
         if status in (None, 0, *(128 + stop for stop in stops), *(-stop for stop in stops)):
             return ""
