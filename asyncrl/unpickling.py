@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.errors import WireError
 
+# Modules that read messages of other hosts and processes.
 WIRES = (
     "asyncrl",
     "msgpack",
@@ -19,7 +20,6 @@ WIRES = (
     "torch.distributed.rpc",
     "vllm.distributed.utils",
 )
-"""Modules that read messages of other hosts and processes."""
 _MACHINERY = ("pickle", "_compat_pickle", "copyreg")
 
 

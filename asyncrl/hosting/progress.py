@@ -100,8 +100,7 @@ def variable(descriptor: int, place: int) -> dict[str, str]:
 class Watch:
     """Judges the signs of processes by a clock that the caller passes in."""
 
-    # Returns the last sign of each process, by name.
-    read: Callable[[], Mapping[str, Sign]]
+    read: Callable[[], Mapping[str, Sign]]  # returns the last sign of each process, by name
     limits: Limits
     _last: Mapping[str, Sign] = field(init=False, default_factory=dict)
     _since_s: dict[str, float] = field(init=False, default_factory=dict)

@@ -47,11 +47,9 @@ class LeadRun(AbstractContextManager["LeadRun"]):
     """`learner.Run` of rank 0. Its end as a context manager shows the last state and ends the generators."""
 
     trainer: Trainer
-    # The token sequences of the probe.
-    probe: Sequence[Sequence[int]]
+    probe: Sequence[Sequence[int]]  # the token sequences of the probe
     logs: LogContext
-    # Set when the learner is asked to stop; every rank saves first.
-    stop: threading.Event
+    stop: threading.Event  # set when the learner is asked to stop; every rank saves first
     taking: Taking
     publisher: Publisher
     # Orders the generators to load what `publisher` has published; nothing waits for a generator.

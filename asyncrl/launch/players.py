@@ -40,8 +40,7 @@ HISTORY = {
 class Player:
     """What scores and plays the prompts of a task."""
 
-    # As the task sees it.
-    config: Config
+    config: Config  # as the task sees it
     scorer: Rewards | None
     environment: "Environments | AgentEnvironment | None"
 
@@ -113,8 +112,7 @@ class Players:
     """
 
     config: Config
-    # By `Prompt.task`.
-    tasks: dict[int, Player]
+    tasks: dict[int, Player]  # by `Prompt.task`
     counts: Counter[str]
     teacher: Asker | None = None
     code: tuple[str, ...] = ()  # `code_of` what the processes load, which may be newer than the prompts

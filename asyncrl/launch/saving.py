@@ -42,10 +42,8 @@ class Saving:
 
     checkpoints: CheckpointStore
     trainer: Trainer
-    # Steps from one checkpoint to the next.
-    every: int
-    # Of rank 0; the others begin none.
-    exports: Exports = field(default_factory=Exports, init=False)
+    every: int  # steps from one checkpoint to the next
+    exports: Exports = field(default_factory=Exports, init=False)  # of rank 0; the others begin none
     _is_overdue: bool = field(default=False, init=False)
     _failures: int = field(default=0, init=False)
 
@@ -111,8 +109,7 @@ class Saving:
 class LeadSaving(Saving):
     """The checkpoints of rank 0, which also hold the run's own state and allow the store to forget."""
 
-    # The state with which this learner began; its `history` and `fixed` stay.
-    begun: LearnerState
+    begun: LearnerState  # the state with which this learner began; its `history` and `fixed` stay
     coefficients: Coefficients
     tracker: Tracker | None = None
     taking: Taking

@@ -35,8 +35,7 @@ class JoinKeys:
     """The keys of every generator of a run; the learner has them too."""
 
     secret: bytes
-    # The learner's public key on the control plane.
-    learner: bytes
+    learner: bytes  # the learner's public key on the control plane
 
     def text(self) -> str:
         """Return the content of join.key."""

@@ -79,8 +79,7 @@ class Saved(NamedTuple):
 
     path: Path
     state: dict[str, Any]
-    # Whether its Hugging Face model is written.
-    is_exported: bool
+    is_exported: bool  # whether its Hugging Face model is written
 
 
 def read_saved(directory: RunDirectory) -> Saved | None:
