@@ -75,7 +75,6 @@ class Namespace:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End the network."""
         self.holder.kill()
         self.holder.wait(END_S)
 
@@ -105,7 +104,6 @@ class Network:
         return self.hosts[name]
 
     def address(self, name: str) -> str:
-        """Return the address of a host."""
         return f"10.77.0.{[*self.hosts].index(name) + 1}"
 
     def close(self) -> None:

@@ -102,7 +102,6 @@ class ThisHost:
         return time.monotonic()
 
     def sleep(self, wait_s: float) -> None:
-        """Wait."""
         time.sleep(wait_s)
 
     def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:

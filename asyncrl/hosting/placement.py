@@ -42,7 +42,6 @@ class Seat:
         return ["--memory-share", f"{self.share:g}", *(["--shared-gpu"] if self.is_shared else [])]
 
     def meets(self, other: "Seat") -> bool:
-        """Return whether both have a GPU in common."""
         return not set(self.gpus).isdisjoint(other.gpus)
 
 

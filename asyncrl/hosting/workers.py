@@ -96,18 +96,15 @@ class Worker:
         return receive(self._replies)
 
     def close(self) -> None:
-        """Close this end."""
         self._replies.close()
         self.channel.close()
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended."""
         return self._process.poll() is None
 
     def end(self) -> None:
@@ -148,7 +145,6 @@ class Printed:
     """Output of user code: its size, and its end."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._total_bytes = 0
         self._tail = b""
 

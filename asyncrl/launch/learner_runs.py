@@ -121,7 +121,6 @@ class LeadRun(AbstractContextManager["LeadRun"]):
         self.trainer.broadcast(b"reported")
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save if it is due; then the store may forget."""
         self.saving.checkpoint(version, last=last)
 
     def finish(self) -> None:
@@ -184,7 +183,6 @@ class FollowerRun:
             beat()
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save if it is due."""
         self.saving.checkpoint(version, last=last)
 
     def finish(self) -> None:

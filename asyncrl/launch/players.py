@@ -47,7 +47,6 @@ class Player:
     def sampler(
         self, engine: Engine, prompts: PromptSource, generator_id: str, counts: Counter[str]
     ) -> GroupSampler:
-        """Return what samples and scores groups."""
         if self.environment is None:
             assert self.scorer is not None, "a config without an environment has a reward function"
             return Sampler(engine, self.scorer, prompts.decode, generator_id, counts=counts)
@@ -186,7 +185,6 @@ class Players:
         return [*distinct.values()]
 
     async def close(self) -> None:
-        """Kill the processes."""
         for one in reversed(self._processes):
             await one.close()
 

@@ -246,7 +246,6 @@ class RunDirectory:
         raise RunError(f"{self.secret_path} holds {found}; 64 hexadecimal digits are needed: {RESTORE}")
 
     def checkpoint_key(self) -> bytes:
-        """The key that signs checkpoints."""
         return self.keys().secret.hex().encode()
 
     def write_join_key(self, keys: JoinKeys) -> Path:

@@ -38,7 +38,6 @@ class JoinKeys:
     learner: bytes  # the learner's public key on the control plane
 
     def text(self) -> str:
-        """Return the content of join.key."""
         return (self.secret + self.learner).hex()
 
     @property
