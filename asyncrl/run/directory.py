@@ -99,7 +99,7 @@ class RunDirectory:
 
     def make(self) -> None:
         """Make the directory, private because it holds secrets and sockets."""
-        files.make_directory(self.path, private=True)
+        files.make_private(self.path)
 
     def create(self, *, fresh: bool, config: str = "") -> None:
         """Make the directories; with `fresh`, first remove what an earlier run of this name left.
