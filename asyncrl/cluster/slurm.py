@@ -16,8 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from asyncrl.cluster.base import SIGNALS, HostPlan, HostState
-from asyncrl.cluster.plans import LEARNER, generators_plan, learner_plans
+from asyncrl.cluster.plans import LEARNER, SIGNALS, HostPlan, HostState, generators_plan, learner_plans
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.hosting.processes import module_argv
@@ -204,7 +203,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class SlurmCluster:
-    """Implements `cluster.base.Cluster` in an allocation. It is made in the main thread, for a signal."""
+    """Implements `cluster.plans.Cluster` in an allocation. It is made in the main thread, for a signal."""
 
     config: Config
     addresses: Mapping[str, str] = field(init=False)  # of the nodes, by name

@@ -11,10 +11,17 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec, open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
-from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plans, node_plan, nodes_in, reachable
+from asyncrl.cluster.plans import (
+    GENERATORS,
+    HostState,
+    generators_plan,
+    learner_plans,
+    node_plan,
+    nodes_in,
+    reachable,
+)
 from asyncrl.cluster.slurm import COMPLETING, jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled

@@ -19,12 +19,13 @@ from pydantic import ValidationError
 from asyncrl.best_effort import BestEffort
 from asyncrl.cli.app import run as typed
 from asyncrl.cluster import slurm
-from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import (
     NODE,
     NODES,
+    HostPlan,
+    HostState,
     described,
     generators_plan,
     learner_plans,
