@@ -18,7 +18,7 @@ from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.same_bytes import END
 from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
-from asyncrl.run.best import Judged, read_ended
+from asyncrl.run.best import Judged, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.exports import Exports, Pushes
 from asyncrl.run.saved import LearnerState
@@ -167,13 +167,11 @@ def open_judged(
     config: Config, data: DataFiles, checkpoints: CheckpointStore, directory: Path, state: LearnerState
 ) -> Judged:
     """Return what decides by metrics which of the `checkpoints` in `directory` stay."""
-    open_with = partial(
-        Judged, config.learner, config.checkpoint, directory, checkpoints.steps, asked=data.asked
-    )
+    stop, ended = config.learner.stop_when, read_ended(directory, state.version)
     # The checkpoint may be older than the reason, and the training has ended.
-    judged = open_with(read_ended(directory, state.version))
-    if not judged.why_ended():
-        judged = open_with(state.stop)
+    is_over = stop is not None and why_ended(stop, ended, data.asked(stop.metric))
+    saved = ended if is_over else state.stop
+    judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, saved, data.asked)
     checkpoints.keeps = judged.keeps
     return judged
 
