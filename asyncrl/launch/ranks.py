@@ -71,7 +71,7 @@ def run_ranks(
             raise
 
 
-def lead_bind(config: Config, learner: str | None) -> str:
+def _lead_bind(config: Config, learner: str | None) -> str:
     """Return the address for other hosts of host 0, which is at `learner`. Rank 0 listens at no other."""
     return str(filled_in(config.control.bind or AUTO, learner or "", CONTROL_PORT))
 
@@ -88,7 +88,7 @@ def learner_host(
     # Addresses and the place of slots are those of host 0.
     own = {"control": {"bind"}, "store": {"bind"}, "weights": {"slots"}}
     terms = Terms(
-        endpoint=beside(lead_bind(config, learner)),
+        endpoint=beside(_lead_bind(config, learner)),
         wire_key=keys.join.wire,
         config=hashlib.sha256(config.model_dump_json(exclude=own).encode()).hexdigest()[:16],
         hosts=hosts,
@@ -126,7 +126,7 @@ def main() -> None:
             learner_host(config, directory, number, arguments.learner),
             rank_group.wait_until_needed if arguments.standby else lambda: None,
             here=range(number * each, (number + 1) * each),
-            address=host_of(lead_bind(config, arguments.learner)) if several else ADDRESS,
+            address=host_of(_lead_bind(config, arguments.learner)) if several else ADDRESS,
         )
         sys.exit(status)
 
