@@ -83,7 +83,7 @@ class Run:
     @property
     def is_up(self) -> bool:
         """Whether the processes of the run are running or starting."""
-        return self._process.is_alive if self._process else self._directory.is_up
+        return self._process.poll() is None if self._process else self._directory.is_up
 
     def wait(self, timeout_s: float | None = None, *, on_step: OnStep | None = None) -> Result:
         """Wait until the run is over. Raises RunError if it has failed, TimeoutError after `timeout_s`.
@@ -229,7 +229,7 @@ def start(
         # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
     try:
-        while process.is_alive and not directory.is_up:
+        while process.poll() is None and not directory.is_up:
             time.sleep(_POLL_S)
     except BaseException:
         process.terminate()  # nobody else knows of it
@@ -277,10 +277,6 @@ class _Process(subprocess.Popen[bytes]):
             super().__init__(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
-
-    @property
-    def is_alive(self) -> bool:
-        return self.poll() is None
 
     def failure(self) -> str:
         """Return how it has failed, with the end of its output; empty if it is up, over or was stopped."""
