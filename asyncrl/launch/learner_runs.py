@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import sub
-from types import TracebackType
 
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.schema import Config
@@ -139,9 +138,7 @@ class LeadRun(AbstractContextManager["LeadRun"]):
         self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")
         begin("end", Pace.SLOW)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             state = ("stopped", "asked to stop") if is_stop(error) else ("failed", reason_of(error))
             self.page.enter(*state)
