@@ -143,7 +143,7 @@ class LeadSaving(Saving):
         now = replace(self.begun, version=version, ledger=ledger, evaluation=sets, curriculum=curriculum)
         tracker, coefficients = self.tracker.state() if self.tracker else {}, self.coefficients.state()
         now = replace(now, coefficients=coefficients, tracker=tracker, stop=self.judged.state())
-        # Only another learner could have taken the run over: the version is open already.
+        # The version is open already, so this only raises BufferFenced if another learner has the run.
         require_run = partial(self.taking.open, version) if self.is_shared else lambda: None
         oldest = self._write(version, now.to_dict(), require_run)
         with self.reporting.guard("the mark that something was saved"):
