@@ -26,7 +26,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.cluster.slurm_jobs import allocation
+from asyncrl.cluster.slurm import allocation
 from asyncrl.commands.down import end_run
 from asyncrl.commands.sweep import RETURN_EARLY
 from asyncrl.config.load import read_draft
@@ -83,7 +83,7 @@ class Run:
     @property
     def is_up(self) -> bool:
         """Whether the processes of the run are running or starting."""
-        return self._process.is_alive if self._process else self._directory.is_up
+        return self._process.poll() is None if self._process else self._directory.is_up
 
     def wait(self, timeout_s: float | None = None, *, on_step: OnStep | None = None) -> Result:
         """Wait until the run is over. Raises RunError if it has failed, TimeoutError after `timeout_s`.
@@ -229,7 +229,7 @@ def start(
         # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
     try:
-        while process.is_alive and not directory.is_up:
+        while process.poll() is None and not directory.is_up:
             time.sleep(_POLL_S)
     except BaseException:
         process.terminate()  # nobody else knows of it
@@ -265,7 +265,7 @@ def open(run: Path | str | None = None) -> Run:
     return Run(find_run(Path(run) if run is not None else None))
 
 
-class _Process:
+class _Process(subprocess.Popen[bytes]):
     """The supervisor, in its own session, so that neither Ctrl-C nor the end of this process stops it."""
 
     def __init__(self, config: str, options: Sequence[str]) -> None:
@@ -274,20 +274,13 @@ class _Process:
         path.write_text(config, encoding="utf-8")
         with self._output.open("wb") as output:
             command = module_argv("asyncrl.cli.main", "up", str(path), "--plain", *options)
-            self._popen = subprocess.Popen(
+            super().__init__(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
 
-    @property
-    def is_alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def terminate(self) -> None:
-        self._popen.terminate()
-
     def failure(self) -> str:
         """Return how it has failed, with the end of its output; empty if it is up, over or was stopped."""
-        status, stops = self._popen.poll(), (signal.SIGTERM, signal.SIGINT)
+        status, stops = self.poll(), (signal.SIGTERM, signal.SIGINT)
         # A signal that comes before there is anything to save ends it without its own exit status.
         if status in (None, 0, *(128 + stop for stop in stops), *(-stop for stop in stops)):
             return ""

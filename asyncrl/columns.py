@@ -52,8 +52,7 @@ class Column:
     optional: bool = False
     # Entry of a rollout that lacks the column in a group that has it. NaN: entries may be NaN, as "none".
     default: float = 0
-    # The lowest value, of counts.
-    least: int | None = None
+    least: int | None = None  # the lowest value, of counts
     # Values are `NONE`, or number something of which there are so many: a name in `GroupLimits.sizes`.
     below: str | None = None
 

@@ -52,7 +52,6 @@ class Rounds(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Name of the lane for these rules."""
         return f"eval-{self.prompts}-{self.every}-{self.steps}-{self.asked}"
 
     def version(self, index: int) -> int:

@@ -63,10 +63,10 @@ def replace_text(path: Path, text: str, *, durable: bool = False, private: bool 
         sync(path.parent)
 
 
-def make_directory(path: Path, *, private: bool = False) -> None:
+def make_private(path: Path) -> None:
     """Make a directory and its parents durably: otherwise a loss of power could remove synced files in it."""
     made = [directory for directory in (path, *path.parents) if not directory.exists()] or [path]
-    path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for directory in made:
         sync(directory.parent)
 

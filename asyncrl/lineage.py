@@ -16,18 +16,15 @@ class Weights(NamedTuple):
     """The name of weights of the policy. Different weights of a run have different names."""
 
     version: int
-    lineage: int = 0
-    """0 for the initial model."""
+    lineage: int = 0  # 0 for the initial model
 
 
 @dataclass(frozen=True, slots=True)
 class History:
     """The lineages that led to the weights being trained: the learner's own, and those that it continues."""
 
-    lineage: int = 0
-    """Lineage of the versions that this learner makes."""
-    before: tuple[Weights, ...] = ()
-    """The last version of each earlier lineage that belongs to this history, ascending."""
+    lineage: int = 0  # of the versions that this learner makes
+    before: tuple[Weights, ...] = ()  # the last version of each earlier lineage that belongs to it, ascending
 
     def __contains__(self, weights: Weights) -> bool:
         return weights.lineage == self.lineage or any(
@@ -36,9 +33,8 @@ class History:
 
     def weights(self, version: int) -> Weights:
         """The name of a version: under the earlier lineage that made it, or else under this one."""
-        return Weights(
-            version, next((last.lineage for last in self.before if version <= last.version), self.lineage)
-        )
+        made_by = (last.lineage for last in self.before if version <= last.version)
+        return Weights(version, next(made_by, self.lineage))
 
     def resumed(self, version: int, *, lineage: int, longest_lag: int) -> "History":
         """The history of a learner that goes on from `version`, without lineages too old to be trained on."""

@@ -71,7 +71,7 @@ def inject(model: Any, lora: LoraConfig) -> None:
     from torch import nn
 
     alpha: Any = lora.alpha  # PEFT asks for a whole number, and takes others
-    settings = Settings(r=lora.rank, lora_alpha=alpha, target_modules=targets_in(model, lora))
+    settings = Settings(r=lora.rank, lora_alpha=alpha, target_modules=_targets_in(model, lora))
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
@@ -88,7 +88,7 @@ def inject(model: Any, lora: LoraConfig) -> None:
         _load(model, lora.start / TENSORS)
 
 
-def targets_in(model: Any, lora: LoraConfig) -> list[str]:
+def _targets_in(model: Any, lora: LoraConfig) -> list[str]:
     """Return the last names of the layers that get an adapter. Raises ConfigError."""
     from peft import LoraConfig as Settings
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -125,7 +125,7 @@ def adapter_plan(model: ModelConfig, lora: LoraConfig) -> tuple[dict[str, Any], 
     config = model.architecture()
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    settings = peft_config(lora, model, targets_in(policy, lora))
+    settings = peft_config(lora, model, _targets_in(policy, lora))
     inject(policy, lora)
     return settings, {name: list(parameter.shape) for name, parameter in adapter_tensors(policy)}
 

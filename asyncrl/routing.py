@@ -34,8 +34,11 @@ class _Chooses(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk):
+            return result
+        sizes = (args[0].dim(), args[0].shape[-1], result.indices.shape[-1])
         # Some routers choose groups of experts first.
-        if function not in (torch.topk, Tensor.topk) or not self._chooses(args[0], result.indices):
+        if sizes != (2, self._router.num_experts, self._router.top_k):
             return result
         values_NK, indices_NK = result
         if (replayed_NK := self._router.replayed_NK) is not None:
@@ -45,10 +48,6 @@ class _Chooses(TorchFunctionMode):
         if (choices := _choices.get()) is not None:
             choices.append(indices_NK.to("cpu", torch.int16))
         return torch.return_types.topk((values_NK, indices_NK))
-
-    def _chooses(self, scores: Tensor, indices: Tensor) -> bool:
-        sizes = (scores.dim(), scores.shape[-1], indices.shape[-1])
-        return sizes == (2, self._router.num_experts, self._router.top_k)
 
 
 def routers_of(model: nn.Module) -> list[Any]:

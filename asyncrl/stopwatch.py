@@ -14,8 +14,7 @@ class Span(NamedTuple):
     """One part of a step."""
 
     name: str
-    started_at: float
-    """Unix seconds."""
+    started_at: float  # Unix seconds
     duration_s: float
 
 

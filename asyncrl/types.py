@@ -33,7 +33,6 @@ class VersionSpan(NamedTuple):
 
     @property
     def weights(self) -> Weights:
-        """Return the name of the weights."""
         return Weights(self.version, self.lineage)
 
 
@@ -171,7 +170,6 @@ class Group:
 
     @property
     def episodes(self) -> int:
-        """Return the number of episodes."""
         return len(self.rollouts) if self.episode_of is None else int(self.episode_of.max(initial=-1)) + 1
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.errors import WireError
 
+# Modules that read messages of other hosts and processes.
 WIRES = (
     "asyncrl",
     "msgpack",
@@ -19,7 +20,6 @@ WIRES = (
     "torch.distributed.rpc",
     "vllm.distributed.utils",
 )
-"""Modules that read messages of other hosts and processes."""
 _MACHINERY = ("pickle", "_compat_pickle", "copyreg")
 
 
@@ -31,14 +31,10 @@ def refuse_pickles_from_wires() -> None:
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event != "pickle.find_class":
         return
-    origin = _origin(sys._getframe(1))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _MACHINERY:
+        frame = frame.f_back
+    origin = str(frame.f_globals.get("__name__")) if frame else ""  # the module that asked for it
     if any(origin == wire or origin.startswith(f"{wire}.") for wire in WIRES):
         asked = ".".join(map(str, arguments))
         raise WireError(f"{origin} met a pickle that asks for {asked}; a wire must not carry pickles")
-
-
-def _origin(frame: FrameType | None) -> str:
-    """Return the name of the module that asked for the unpickling."""
-    while frame is not None and frame.f_globals.get("__name__") in _MACHINERY:
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__")) if frame else ""

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.cluster.base import LEARNER_ADDRESS, SIGNALS, Cluster, HostPlan, HostState
-from asyncrl.cluster.plans import GENERATORS, LEARNER
+from asyncrl.cluster.plans import GENERATORS, LEARNER, LEARNER_ADDRESS, SIGNALS, Cluster, HostPlan, HostState
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import Process, ProcessSpec, ThisHost

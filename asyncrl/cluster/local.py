@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.cluster.base import HostPlan, HostState
+from asyncrl.cluster.plans import HostPlan, HostState
 from asyncrl.errors import RunError
 from asyncrl.hosting.gpus import visible_devices
 from asyncrl.hosting.processes import bound_to_us, module_argv
@@ -75,7 +75,6 @@ class Namespace:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End the network."""
         self.holder.kill()
         self.holder.wait(END_S)
 
@@ -105,7 +104,6 @@ class Network:
         return self.hosts[name]
 
     def address(self, name: str) -> str:
-        """Return the address of a host."""
         return f"10.77.0.{[*self.hosts].index(name) + 1}"
 
     def close(self) -> None:
@@ -143,7 +141,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Implements `cluster.base.Cluster`. Hosts end with the thread that started them."""
+    """Implements `cluster.plans.Cluster`. Hosts end with the thread that started them."""
 
     gpus: Sequence[int]  # those of this machine, which hosts divide
     network: Network = field(init=False)

@@ -21,7 +21,7 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.cluster.base import HostPlan, HostState
+from asyncrl.cluster.plans import HostPlan, HostState
 from asyncrl.errors import RunError
 from asyncrl.hosting.processes import bound_to_us, module_argv
 from asyncrl.hosting.route import PEERS_VARIABLE
@@ -111,7 +111,7 @@ class _Placed:
 
 
 class RayCluster:
-    """Implements `cluster.base.Cluster` for the Ray cluster at RAY_ADDRESS, or that of this machine."""
+    """Implements `cluster.plans.Cluster` for the Ray cluster at RAY_ADDRESS, or that of this machine."""
 
     def __init__(self) -> None:
         self._placed: dict[str, _Placed] = {}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.cluster.slurm_jobs import end_jobs
+from asyncrl.cluster.slurm import end_jobs
 from asyncrl.config.named_files import EXPORT
 from asyncrl.errors import RunError
 from asyncrl.files import read_record, replace_text

@@ -11,11 +11,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec, open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import (
     GENERATORS,
+    HostState,
     described,
     generators_plan,
     learner_plans,
@@ -23,7 +23,7 @@ from asyncrl.cluster.plans import (
     nodes_in,
     reachable,
 )
-from asyncrl.cluster.slurm_jobs import COMPLETING, allocation, jobs_of, run_script, submit
+from asyncrl.cluster.slurm import COMPLETING, allocation, jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.supervising import StartedRun, last_status, require_not_up

@@ -102,7 +102,6 @@ class ThisHost:
         return time.monotonic()
 
     def sleep(self, wait_s: float) -> None:
-        """Wait."""
         time.sleep(wait_s)
 
     def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
@@ -163,7 +162,11 @@ class Family:
         """Kill all descendants that are left."""
         until_s = time.monotonic() + END_S
         logged: set[int] = set()
-        while (left := self._members()) and time.monotonic() < until_s:
+        while time.monotonic() < until_s:
+            descendants = self._me.children(recursive=True)
+            left = [process for process in descendants if process.pid not in self._strangers]
+            if not left:
+                break
             alive = {process.pid for process in left if not has_ended(process)}
             if new := sorted(alive - logged):
                 log.warning("processes %s had left those that started them, and are killed", new)
@@ -173,10 +176,6 @@ class Family:
                     process.kill()
                 _reap(process.pid)
             time.sleep(0.02)
-
-    def _members(self) -> list[psutil.Process]:
-        descendants = self._me.children(recursive=True)
-        return [process for process in descendants if process.pid not in self._strangers]
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -21,7 +21,7 @@ LINKER_PATHS = Path("/etc/ld.so.conf.d")
 
 def count_gpus() -> int:
     """Count the NVIDIA GPUs that this process may use, without loading CUDA."""
-    names = visible_names(os.environ.get(VARIABLE))
+    names = visible_names()
     if names is not None:
         return len(names)
     # WSL2 and some containers have no device files.
@@ -30,7 +30,7 @@ def count_gpus() -> int:
 
 def has_instances() -> bool:
     """Return whether this process may use instances of MIG. CUDA shows a process only one of them."""
-    return any(name.startswith(INSTANCE) for name in visible_names(os.environ.get(VARIABLE)) or ())
+    return any(name.startswith(INSTANCE) for name in visible_names() or ())
 
 
 def count_together() -> int:
@@ -44,12 +44,12 @@ def is_elsewhere(kind: str | None) -> bool:
     return kind == "ray" or (kind == "slurm" and "SLURMD_NODENAME" not in os.environ)
 
 
-def visible_names(variable: str | None) -> list[str] | None:
+def visible_names() -> list[str] | None:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it; None if it is not set.
 
     The list ends at the first name that no GPU can have, such as -1. With a name given twice CUDA shows none.
     """
-    if variable is None:
+    if (variable := os.environ.get(VARIABLE)) is None:
         return None
     given = (name.strip() for name in variable.split(","))
     names = list(takewhile(lambda name: name.isdecimal() or name.startswith(("GPU-", INSTANCE)), given))
@@ -58,7 +58,7 @@ def visible_names(variable: str | None) -> list[str] | None:
 
 def visible_devices(gpus: Sequence[int]) -> str:
     """Return CUDA_VISIBLE_DEVICES for a child that gets these of our GPUs, by the names that ours have."""
-    names = visible_names(os.environ.get(VARIABLE))
+    names = visible_names()
     return ",".join(_whole(names[gpu]) if names else str(gpu) for gpu in gpus)
 
 
@@ -76,7 +76,7 @@ def order_by_bus() -> None:
 def other_order() -> str | None:
     """Return the order that the user chose for CUDA, if an index may then mean another GPU to nvidia-smi."""
     order = os.environ.get(ORDER_VARIABLE)
-    names = visible_names(os.environ.get(VARIABLE))
+    names = visible_names()
     by_index = names is None or any(name.isdecimal() for name in names)
     return order if order and order != BY_BUS[ORDER_VARIABLE] and by_index else None
 

@@ -29,7 +29,6 @@ class Machine:
     total_bytes: int = 0  # of the host or its container
 
     def used_by_others(self, gpu: int) -> int:
-        """Return the bytes of a GPU that other processes use."""
         return self.others_bytes[gpu] if self.others_bytes else 0
 
 

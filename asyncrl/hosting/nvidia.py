@@ -42,26 +42,22 @@ class Gpu:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Ask for the GPUs that this process may use. Raises DataError."""
-    names = visible_devices(range(count_gpus())).split(",")
-    gpus = all_gpus()
-    instances = read_instances(ask("-L"), gpus) if any(name.startswith(INSTANCE) for name in names) else ()
-    return choose(names, gpus, instances)
+    """Ask for the GPUs that this process may use, without fields that the driver does not know.
 
-
-def all_gpus() -> tuple[Gpu, ...]:
-    """Ask for all GPUs of this machine, without fields that its driver does not know. Raises DataError."""
-    fields = list(FIELDS)
-    while True:
+    Raises DataError.
+    """
+    names, fields = visible_devices(range(count_gpus())).split(","), list(FIELDS)
+    gpus: tuple[Gpu, ...] | None = None
+    while gpus is None:
         try:
-            rows = ask(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+            gpus = read_gpus(ask(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"), fields)
         except DataError as error:
             unknown = re.search(UNKNOWN_FIELD, str(error))
             if unknown is None or unknown[1] not in OPTIONAL or unknown[1] not in fields:
                 raise
             fields.remove(unknown[1])
-        else:
-            return read_gpus(rows, fields)
+    instances = read_instances(ask("-L"), gpus) if any(name.startswith(INSTANCE) for name in names) else ()
+    return choose(names, gpus, instances)
 
 
 def peer_reads(readers: Collection[int], source: int) -> dict[int, bool | None]:

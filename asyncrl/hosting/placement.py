@@ -5,7 +5,7 @@ enough for its tensor parallelism; else it shares the learner's.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,7 +42,6 @@ class Seat:
         return ["--memory-share", f"{self.share:g}", *(["--shared-gpu"] if self.is_shared else [])]
 
     def meets(self, other: "Seat") -> bool:
-        """Return whether both have a GPU in common."""
         return not set(self.gpus).isdisjoint(other.gpus)
 
 
@@ -107,8 +106,13 @@ def place(
     tenants = Counter(gpu for group in (*chosen, *scorers.values()) for gpu in group)
     seats = tuple(_tenant_seat(group, tenants, learners, share) for group in chosen)
     others = {name: _tenant_seat(group, tenants, learners, None) for name, group in scorers.items()}
-    ranked = tuple(_rank_seat(rank, (*seats, *others.values())) for rank in learners)
-    return Placement(ranks=ranked, generators=seats, scorers=others)
+
+    def rank_seat(rank: int) -> Seat:
+        taken = [seat.share for seat in (*seats, *others.values()) if rank in seat.gpus]
+        left = max(0.0, 1 - MARGIN - sum(taken)) if taken else 1.0
+        return Seat(gpus=(rank,), share=left, is_shared=bool(taken))
+
+    return Placement(ranks=tuple(map(rank_seat, learners)), generators=seats, scorers=others)
 
 
 def _groups(gpus: int, learners: int, width: int, taken: Collection[int]) -> list[tuple[int, ...]]:
@@ -120,12 +124,6 @@ def _groups(gpus: int, learners: int, width: int, taken: Collection[int]) -> lis
         if groups := [tuple(among[start : start + width]) for start in starts]:
             return groups
     return [tuple(range(gpus))]
-
-
-def _rank_seat(rank: int, tenants: Sequence[Seat]) -> Seat:
-    taken = [seat.share for seat in tenants if rank in seat.gpus]
-    share = max(0.0, 1 - MARGIN - sum(taken)) if taken else 1.0
-    return Seat(gpus=(rank,), share=share, is_shared=bool(taken))
 
 
 def _tenant_seat(
@@ -144,6 +142,12 @@ def placement_of(
     `generators` replaces the config's number; scorers are where generators are. Without `has_learner` the
     ranks are on another host.
     """
+    scorers, engines = dict[str, tuple[int, ...]](), {*config.judges, *config.teacher}
+    for name, one in config.served.items() if generators != 0 else ():
+        # Without `gpus` in its section it has the first ones, as vLLM takes them.
+        width = config.generator.tensor_parallel if name in engines else 1
+        for index in range(one.count):
+            scorers[f"{name}.{index}"] = one.gpus_of(index) or tuple(range(min(width, gpus)))
     return place(
         gpus if config.learner.device != "cpu" else 0,
         ranks=config.ranks_per_host if has_learner else 0,
@@ -151,18 +155,8 @@ def placement_of(
         tensor_parallel=config.generator.tensor_parallel,
         share=config.generator.gpu_memory_utilization,
         taken=config.taken_gpus,
-        scorers=_scorer_gpus(config, gpus) if generators != 0 else {},
+        scorers=scorers,
     )
-
-
-def _scorer_gpus(config: Config, gpus: int) -> dict[str, tuple[int, ...]]:
-    """Return the GPUs of each scorer process; without `gpus` in its section the first ones, as vLLM takes."""
-    found, engines = {}, {*config.judges, *config.teacher}
-    for name, one in config.served.items():
-        width = config.generator.tensor_parallel if name in engines else 1
-        for index in range(one.count):
-            found[f"{name}.{index}"] = one.gpus_of(index) or tuple(range(min(width, gpus)))
-    return found
 
 
 def place_slots(

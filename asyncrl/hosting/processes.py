@@ -38,15 +38,6 @@ except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error}")
 """
 
-# Standard input ends with the process that has its other end, however that process ends.
-_END_AFTER_PARENT = """
-import shutil, sys
-from asyncrl.hosting.processes import end_marked
-sys.stdin.buffer.read()
-end_marked(sys.argv[1])
-shutil.rmtree(sys.argv[2], ignore_errors=True)
-"""
-
 
 def die_with_parent(parent_pid: int | None = None, how: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel kill this process, or send another signal, when its parent dies.
@@ -90,14 +81,6 @@ def bound_to_us(command: Sequence[str]) -> list[str]:
     must live as long.
     """
     return [sys.executable, "-P", "-c", _BOUND_TO_PARENT, str(os.getpid()), *command]
-
-
-def ender_of(mark: str, directory: Path) -> list[str]:
-    """Return the command of a process that waits until its standard input, a pipe, ends.
-
-    Then it calls `end_marked`, and removes the directory.
-    """
-    return [sys.executable, "-P", "-c", _END_AFTER_PARENT, mark, str(directory)]
 
 
 def kill_group(pid: int) -> None:

@@ -47,11 +47,9 @@ class Limits:
 
     @classmethod
     def of(cls, control: ControlConfig) -> Self:
-        """The limits of a run's processes."""
         return cls(hang_s=control.hang_s, slow_s=control.slow_s)
 
     def at(self, pace: Pace) -> float:
-        """Return the limit for one pace."""
         return (self.hang_s, self.slow_s, float("inf"), min(_QUICK_S, self.hang_s))[pace]
 
 
@@ -86,7 +84,6 @@ class Board:
         return found
 
     def close(self) -> None:
-        """Release the memory."""
         self._memory.close()
         os.close(self.descriptor)
 
@@ -100,8 +97,7 @@ def variable(descriptor: int, place: int) -> dict[str, str]:
 class Watch:
     """Judges the signs of processes by a clock that the caller passes in."""
 
-    # Returns the last sign of each process, by name.
-    read: Callable[[], Mapping[str, Sign]]
+    read: Callable[[], Mapping[str, Sign]]  # returns the last sign of each process, by name
     limits: Limits
     _last: Mapping[str, Sign] = field(init=False, default_factory=dict)
     _since_s: dict[str, float] = field(init=False, default_factory=dict)

@@ -54,7 +54,7 @@ def reaches(config: Config, learner: str) -> list[Reach]:
     if config.weights.transport == "nccl":
         found.append(Reach("generators-* and back", host_of(control), 0, "weights", "weights.transport"))
     if config.cluster.learner_hosts > 1:
-        found.append(_at(beside(control), "learner-*", "meeting of the learner's hosts", is_encrypted=True))
+        found.append(_at(beside(control), "learner-*", "meeting of the learner's hosts"))
         found.append(Reach("learner-*", "learner-*", 0, "gradients", "cluster.learner_hosts"))
     return found
 
@@ -62,7 +62,7 @@ def reaches(config: Config, learner: str) -> list[Reach]:
 def of_generators(control: str) -> list[Reach]:
     """Return what generators must reach of a learner whose control plane is at tcp://HOST:PORT."""
     weights = Reach("generators-*", host_of(control), 0, "weights", "control.bind")
-    return [_at(control, weights.who, "control plane", is_encrypted=True), weights]
+    return [_at(control, weights.who, "control plane"), weights]
 
 
 def in_clear(ports: Iterable[Reach]) -> str:
@@ -73,8 +73,8 @@ def in_clear(ports: Iterable[Reach]) -> str:
     return f"not encrypted between hosts: {named}; {cure}" if found else ""
 
 
-def _at(bind: str, who: str, what: str, *, is_encrypted: bool) -> Reach:
-    return Reach(who, host_of(bind), int(bind.rpartition(":")[2]), what, "control.bind", is_encrypted)
+def _at(bind: str, who: str, what: str) -> Reach:
+    return Reach(who, host_of(bind), int(bind.rpartition(":")[2]), what, "control.bind", is_encrypted=True)
 
 
 def unreached(

@@ -132,7 +132,6 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         return {name: child.kill_at_s is None for name, child in self._children.items()}
 
     def pids(self) -> dict[str, int]:
-        """Ids of the running processes, by name."""
         return {name: run.process.pid for name, child in self._children.items() if (run := child.running)}
 
     @property

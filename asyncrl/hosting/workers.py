@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -21,13 +22,21 @@ from typing import IO, Any
 
 import msgpack
 
-from asyncrl.hosting.processes import ender_of, module_argv, public_environment, stop_processes
+from asyncrl.hosting.processes import module_argv, public_environment, stop_processes
 
 LENGTH = struct.Struct("<I")
 # Limit for `Scratch.end`.
 END_S = 5.0
 # Output of user code is counted, and only its end is kept, for the error message.
 OUTPUT_TAIL_BYTES = 4096
+# Standard input ends with the process that has its other end, however that process ends.
+_ENDER = """
+import shutil, sys
+from asyncrl.hosting.processes import end_marked
+sys.stdin.buffer.read()
+end_marked(sys.argv[1])
+shutil.rmtree(sys.argv[2], ignore_errors=True)
+"""
 
 
 def as_column(value: Any) -> Any:
@@ -96,18 +105,15 @@ class Worker:
         return receive(self._replies)
 
     def close(self) -> None:
-        """Close this end."""
         self._replies.close()
         self.channel.close()
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended."""
         return self._process.poll() is None
 
     def end(self) -> None:
@@ -130,7 +136,7 @@ class Scratch:
         self.directory = Path(tempfile.mkdtemp(prefix=prefix))
         # Not asyncio's, which kills a process that it is not told to wait for.
         self._ender = subprocess.Popen(
-            ender_of(f"ASYNCRL_GENERATOR={mark}", self.directory),
+            [sys.executable, "-P", "-c", _ENDER, f"ASYNCRL_GENERATOR={mark}", str(self.directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a signal to our group is not for it
@@ -148,7 +154,6 @@ class Printed:
     """Output of user code: its size, and its end."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._total_bytes = 0
         self._tail = b""
 

@@ -7,7 +7,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from asyncrl.buffer.connection import StoreConnection
@@ -51,12 +50,20 @@ async def call_learner(
     log.info("calling the learner")
     record = RunRecord(store, keys.record)
     endpoint = await _control_endpoint(store, record)
+
+    async def endpoint_now() -> str:  # empty if the store does not answer
+        try:
+            return (await asyncio.to_thread(record.read)).control_endpoint
+        except StoreError as error:
+            log.warning("the learner's endpoint cannot be read: %s", error)
+            return ""
+
     if endpoint.startswith("tcp://"):
         for closed in await asyncio.to_thread(list, unreached(of_generators(endpoint), config.timeout_s)):
             log.warning("%s", closed)
     return ControlClient(
         endpoint,
-        find_learner=partial(_endpoint_now, record),
+        find_learner=endpoint_now,
         heartbeat_s=config.heartbeat_s,
         timeout_s=config.timeout_s,
         wire_key=keys.wire,
@@ -85,15 +92,6 @@ def usable(endpoint: str, transports: tuple[str, ...] = TRANSPORTS) -> tuple[str
         obstacle,
     )
     return tuple(name for name in transports if name not in ("slot", "tcp", "nccl"))
-
-
-async def _endpoint_now(record: RunRecord) -> str:
-    """Return the learner's endpoint; empty if the store does not answer."""
-    try:
-        return (await asyncio.to_thread(record.read)).control_endpoint
-    except StoreError as error:
-        log.warning("the learner's endpoint cannot be read: %s", error)
-        return ""
 
 
 async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:

@@ -79,19 +79,17 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabul
         greedy=wants_greedy(config),
         minimum_version=lambda ticket: ticket.minimum_version,
     )
+
+    def held_out(name: str, rounds: Rounds) -> Lane:
+        asked, rows = config.of(config.data.sets[name]), prompts.eval_prompts(rounds.prompts, name)
+        return Lane(
+            name=rounds.lane,
+            buffer=eval_lane(config, store, rounds.lane, rounds.prompts),
+            prompt=lambda ticket_id: rows[(ticket_id - 1) % len(rows)],
+            spec=SamplingSpec.of(config.sampling, asked.eval.temperature),
+            limits=group_limits(asked, vocabulary)[1],
+            minimum_version=lambda ticket: rounds.version(ticket.minimum_version),
+        )
+
     rounds = Rounds.of(config, [(len(rows), rows.fingerprint) for rows in prompts.held_out])
-    return [*(_eval_lane(config, store, prompts, vocabulary, *one) for one in rounds.items()), train]
-
-
-def _eval_lane(
-    config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int, name: str, rounds: Rounds
-) -> Lane:
-    asked, held_out = config.of(config.data.sets[name]), prompts.eval_prompts(rounds.prompts, name)
-    return Lane(
-        name=rounds.lane,
-        buffer=eval_lane(config, store, rounds.lane, rounds.prompts),
-        prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
-        spec=SamplingSpec.of(config.sampling, asked.eval.temperature),
-        limits=group_limits(asked, vocabulary)[1],
-        minimum_version=lambda ticket: rounds.version(ticket.minimum_version),
-    )
+    return [*(held_out(*one) for one in rounds.items()), train]

@@ -20,7 +20,7 @@ from asyncrl.report.reports import open_reporting
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
-from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import LearnerState
 from asyncrl.run.starts import record_start
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer

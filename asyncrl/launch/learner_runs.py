@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import sub
-from types import TracebackType
 
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.schema import Config
@@ -47,11 +46,9 @@ class LeadRun(AbstractContextManager["LeadRun"]):
     """`learner.Run` of rank 0. Its end as a context manager shows the last state and ends the generators."""
 
     trainer: Trainer
-    # The token sequences of the probe.
-    probe: Sequence[Sequence[int]]
+    probe: Sequence[Sequence[int]]  # the token sequences of the probe
     logs: LogContext
-    # Set when the learner is asked to stop; every rank saves first.
-    stop: threading.Event
+    stop: threading.Event  # set when the learner is asked to stop; every rank saves first
     taking: Taking
     publisher: Publisher
     # Orders the generators to load what `publisher` has published; nothing waits for a generator.
@@ -66,56 +63,52 @@ class LeadRun(AbstractContextManager["LeadRun"]):
 
     def collect(self, version: int) -> Collected:
         """Take the groups of the next step and hand them to the other ranks."""
-        collected = hand_out(
-            self.trainer.broadcast,
-            lambda: self._poll(version),
-            ending=partial(self._ending, version),
-            is_in_touch=self._is_in_touch,
-        )
+
+        def ending() -> bytes:
+            if self.stop.is_set():
+                return STOP
+            if why := self.saving.judged.why_ended():
+                # A warning, because only warnings show on the dashboard.
+                log.warning("the training ends after step %d: %s", version, why)
+                return END
+            return b""
+
+        def poll() -> Collected | None:
+            self.hub.check()
+            self.publisher.check()
+            self.taking.heal(version)
+            self.reporting.evaluation(self.taking.evaluated(), self._alive)
+            return self.taking.poll(version, wait_s=POLL_S)
+
+        def is_in_touch() -> bool:  # with the generators: otherwise no weights arrive
+            before, self._rounds = self._rounds, self.hub.rounds
+            return self._rounds != before
+
+        collected = hand_out(self.trainer.broadcast, poll, ending=ending, is_in_touch=is_in_touch)
         if isinstance(collected, bytes):
             self.saving.save_and_leave(version, collected)
         return collected
-
-    def _ending(self, version: int) -> bytes:
-        if self.stop.is_set():
-            return STOP
-        if why := self.saving.judged.why_ended():
-            # A warning, because only warnings show on the dashboard.
-            log.warning("the training ends after step %d: %s", version, why)
-            return END
-        return b""
-
-    def _poll(self, version: int) -> Collected | None:
-        self.hub.check()
-        self.publisher.check()
-        self.taking.heal(version)
-        self.reporting.evaluation(self.taking.evaluated(), self._alive)
-        return self.taking.poll(version, wait_s=POLL_S)
 
     def _alive(self) -> None:
         self.trainer.broadcast(b"")  # to the other ranks, which wait and report that they live, too
         beat()
 
-    def _is_in_touch(self) -> bool:
-        """Whether the control plane has done something since the last call; if not, no weights arrive."""
-        before, self._rounds = self._rounds, self.hub.rounds
-        return self._rounds != before
-
     def publish(self, version: int) -> None:
         """Publish the weights first, then open the credit for the groups that they will sample."""
+
+        def announce(published: Future[int]) -> None:
+            if published.exception() is None:  # else the next look at the publisher raises it
+                self.hub.announce(published.result())
+
         self.logs.version = version
         logprobs = [*chain(*self.trainer.score(self.probe))]
         self._moved = sum(map(abs, map(sub, logprobs, self._before or logprobs))) / max(1, len(logprobs))
         self._before = logprobs
         self.page.enter("training")
         published = self.publisher.publish(version, self.trainer.tensors(), logprobs, self.taking.skipped())
-        published.add_done_callback(self._announce)
+        published.add_done_callback(announce)
         self.page.now = replace(self.page.now, version=version, step=version)
         self.taking.open(version)
-
-    def _announce(self, published: Future[int]) -> None:
-        if published.exception() is None:  # else the next look at the publisher raises it
-            self.hub.announce(published.result())
 
     def report(self, step: Step) -> None:
         """Report a finished step and the evaluations that are complete; the other ranks wait for that."""
@@ -127,7 +120,6 @@ class LeadRun(AbstractContextManager["LeadRun"]):
         self.trainer.broadcast(b"reported")
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save if it is due; then the store may forget."""
         self.saving.checkpoint(version, last=last)
 
     def finish(self) -> None:
@@ -146,9 +138,7 @@ class LeadRun(AbstractContextManager["LeadRun"]):
         self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")
         begin("end", Pace.SLOW)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             state = ("stopped", "asked to stop") if is_stop(error) else ("failed", reason_of(error))
             self.page.enter(*state)
@@ -190,7 +180,6 @@ class FollowerRun:
             beat()
 
     def checkpoint(self, version: int, *, last: bool) -> None:
-        """Save if it is due."""
         self.saving.checkpoint(version, last=last)
 
     def finish(self) -> None:

@@ -47,7 +47,13 @@ class KeptStore:
             log.warning("the store died and is started again; the learner makes it agree with its ledger")
             self.is_up = self._is_begun = False
         try:
-            self._bring_up()
+            if not self._is_begun:
+                self.server.stop()
+                self.server.begin()
+                self._is_begun = True
+            elif self.server.comes_up():
+                self.is_up, self._heard_at_s = True, self._attention.look()
+                log.info("the store answers again")
         # A full disk can be cleared; every process that waits for the store has its own bound.
         except (StoreError, OSError) as error:
             log.error("the store cannot be started and is tried again in %.0f s: %s", AGAIN_S, error)
@@ -61,15 +67,6 @@ class KeptStore:
             if self.server.look() != "silent":
                 self._heard_at_s = now_s
         return now_s - self._heard_at_s > self._silent_s
-
-    def _bring_up(self) -> None:
-        if not self._is_begun:
-            self.server.stop()
-            self.server.begin()
-            self._is_begun = True
-        elif self.server.comes_up():
-            self.is_up, self._heard_at_s = True, self._attention.look()
-            log.info("the store answers again")
 
 
 def own_store(config: Config, directory: RunDirectory, *, needs_data: bool = False) -> StoreServer:

@@ -40,19 +40,13 @@ HISTORY = {
 class Player:
     """What scores and plays the prompts of a task."""
 
-    # As the task sees it.
-    config: Config
+    config: Config  # as the task sees it
     scorer: Rewards | None
     environment: "Environments | AgentEnvironment | None"
-
-    @property
-    def _kind(self) -> str | None:
-        return self.environment.description.get("kind") if self.environment else None
 
     def sampler(
         self, engine: Engine, prompts: PromptSource, generator_id: str, counts: Counter[str]
     ) -> GroupSampler:
-        """Return what samples and scores groups."""
         if self.environment is None:
             assert self.scorer is not None, "a config without an environment has a reward function"
             return Sampler(engine, self.scorer, prompts.decode, generator_id, counts=counts)
@@ -86,24 +80,25 @@ class Player:
             counts=counts,
         )
 
-    def require_states(self) -> None:
-        """Raise EnvironmentFault if the advantage needs states that this kind of environment never names."""
-        name, kind = self.config.algorithm.advantage.name, self._kind
-        needs = registry.NEEDS.get(("advantage", name), ())
-        if kind and kind not in ("rollout", "text") and "turn_states_K" in needs:
+    def require_usable(self, *, is_trained: bool) -> None:
+        """Raise EnvironmentFault if nothing gives a reward, or, if it `is_trained`, if it lacks states.
+
+        Functions as tools give no reward, and only some kinds of environments name states.
+        """
+        kind = self.environment.description.get("kind") if self.environment else None
+        if self.scorer is None and kind == "tools":
+            raise EnvironmentFault(
+                f"reward.functions is [], and environment.uses {self.config.environment.uses} are tools, "
+                "which give no reward: nothing scores an episode; name a reward function",
+                reason="start",
+            )
+        name = self.config.algorithm.advantage.name
+        needs_states = is_trained and "turn_states_K" in registry.NEEDS.get(("advantage", name), ())
+        if needs_states and kind and kind not in ("rollout", "text"):
             raise EnvironmentFault(
                 f"algorithm.advantage is {name}, which compares turns from the same state, but "
                 f"environment.uses {self.config.environment.uses} has tools, which name no states; write a "
                 "class with `step` or a rollout function, or take turn_rloo, rloo or grpo",
-                reason="start",
-            )
-
-    def require_reward(self) -> None:
-        """Raise EnvironmentFault for functions as tools, which give no reward, if no function scores."""
-        if self.scorer is None and self._kind == "tools":
-            raise EnvironmentFault(
-                f"reward.functions is [], and environment.uses {self.config.environment.uses} are tools, "
-                "which give no reward: nothing scores an episode; name a reward function",
                 reason="start",
             )
 
@@ -116,8 +111,7 @@ class Players:
     """
 
     config: Config
-    # By `Prompt.task`.
-    tasks: dict[int, Player]
+    tasks: dict[int, Player]  # by `Prompt.task`
     counts: Counter[str]
     teacher: Asker | None = None
     code: tuple[str, ...] = ()  # `code_of` what the processes load, which may be newer than the prompts
@@ -150,7 +144,12 @@ class Players:
             if played not in environments:
                 environments[played] = _environment_of(task, loaded)
             found[index] = players.setdefault(key, Player(task, rewards[scored], environments[played]))
-        teacher = _teacher_of(config, directory, counts) if directory else None
+        teacher = None
+        if directory:
+            for name, one in config.teacher.items():
+                call_s = config.reward.timeout_s
+                service = ScorerService(name, directory, one.count, call_s=call_s, remembers=False)
+                teacher = Asker("the teacher (algorithm.reference)", service, config.reward, counts)
         return cls(config, found, counts, teacher, code_of(config))
 
     async def start(self, prompts: PromptSource) -> None:
@@ -161,9 +160,7 @@ class Players:
                 await process.start()
             for index in firsts.values():
                 one = self.tasks[index]
-                one.require_reward()
-                if index < len(self.config.data.train):
-                    one.require_states()
+                one.require_usable(is_trained=index < len(self.config.data.train))
                 if isinstance(one.environment, Environments):  # what an agent says first may name the day
                     await require_same_start(one.environment, prompts.of_task(index, 1)[0])
         except BaseException:
@@ -188,17 +185,8 @@ class Players:
         return [*distinct.values()]
 
     async def close(self) -> None:
-        """Kill the processes."""
         for one in reversed(self._processes):
             await one.close()
-
-
-def _teacher_of(config: Config, directory: Path, counts: Counter[str]) -> Asker | None:
-    for name, one in config.teacher.items():
-        limit_s = config.reward.timeout_s
-        service = ScorerService(name, directory, one.count, call_s=limit_s, remembers=False)
-        return Asker("the teacher (algorithm.reference)", service, config.reward, counts)
-    return None
 
 
 def _environment_of(config: Config, loaded: Callable[[], None]) -> "Environments | AgentEnvironment | None":

@@ -6,9 +6,9 @@ The process of host 0 holds the run's lock. None imports the libraries that the 
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 from asyncrl.config.addresses import AUTO, CONTROL_PORT, beside, filled_in, host_of
 from asyncrl.config.load import load_config
@@ -45,7 +45,7 @@ RankHost = OnlyHost | LeadHost | FollowerHost
 def run_ranks(
     command: Sequence[str],
     ranks: int,
-    open_host: Callable[[ExitStack], RankHost],
+    open_host: Callable[[], AbstractContextManager[RankHost]],
     wait: Callable[[], object] = lambda: None,
     *,
     here: range | None = None,
@@ -62,7 +62,7 @@ def run_ranks(
         stack.callback(stop_processes, processes, grace_s=rank_group.GRACE_S)
         try:
             wait()
-            host = open_host(stack)
+            host = stack.enter_context(open_host())
             rank_group.begin(processes, host.meet())
             status = host.finish(rank_group.wait_for_ranks(processes, host.look))
             return status if status >= 0 else 128 - status  # as shells give it: no exit status is negative
@@ -71,29 +71,24 @@ def run_ranks(
             raise
 
 
-def only_host(lock: Path) -> Callable[[ExitStack], RankHost]:
-    """Return what opens the host of all ranks."""
-    return lambda stack: stack.enter_context(OnlyHost(lock))
-
-
-def lead_bind(config: Config, learner: str | None) -> str:
+def _lead_bind(config: Config, learner: str | None) -> str:
     """Return the address for other hosts of host 0, which is at `learner`. Rank 0 listens at no other."""
     return str(filled_in(config.control.bind or AUTO, learner or "", CONTROL_PORT))
 
 
 def learner_host(
     config: Config, directory: RunDirectory, number: int, learner: str | None
-) -> Callable[[ExitStack], RankHost]:
+) -> Callable[[], AbstractContextManager[RankHost]]:
     """Return what opens host `number` of the learner, whose host 0 has the address `learner`."""
     hosts = config.cluster.learner_hosts
     if hosts == 1:
-        return only_host(directory.lock)
+        return partial(OnlyHost, directory.lock)
     keys = run_keys(os.environ)
     listening, calling = keys.ranks
     # Addresses and the place of slots are those of host 0.
     own = {"control": {"bind"}, "store": {"bind"}, "weights": {"slots"}}
     terms = Terms(
-        endpoint=beside(lead_bind(config, learner)),
+        endpoint=beside(_lead_bind(config, learner)),
         wire_key=keys.join.wire,
         config=hashlib.sha256(config.model_dump_json(exclude=own).encode()).hexdigest()[:16],
         hosts=hosts,
@@ -102,14 +97,15 @@ def learner_host(
         silent_s=config.control.timeout_s,
         pending_s=config.cluster.pending_s,
     )
+    if number:
+        return partial(FollowerHost, terms, calling, number)
 
-    def opened(stack: ExitStack) -> RankHost:
-        if number:
-            return stack.enter_context(FollowerHost(terms, calling, number))
-        stack.enter_context(RunLock(directory.lock))
-        return stack.enter_context(LeadHost(terms, listening))
+    @contextmanager
+    def lead() -> Iterator[LeadHost]:
+        with RunLock(directory.lock), LeadHost(terms, listening) as host:
+            yield host
 
-    return opened
+    return lead
 
 
 def main() -> None:
@@ -130,7 +126,7 @@ def main() -> None:
             learner_host(config, directory, number, arguments.learner),
             rank_group.wait_until_needed if arguments.standby else lambda: None,
             here=range(number * each, (number + 1) * each),
-            address=host_of(lead_bind(config, arguments.learner)) if several else ADDRESS,
+            address=host_of(_lead_bind(config, arguments.learner)) if several else ADDRESS,
         )
         sys.exit(status)
 

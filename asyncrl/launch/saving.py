@@ -18,10 +18,10 @@ from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.same_bytes import END
 from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
-from asyncrl.run.best import Judged, read_ended
+from asyncrl.run.best import Judged, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.exports import Exports, Pushes
-from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import LearnerState
 from asyncrl.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,8 @@ class Saving:
 
     checkpoints: CheckpointStore
     trainer: Trainer
-    # Steps from one checkpoint to the next.
-    every: int
-    # Of rank 0; the others begin none.
-    exports: Exports = field(default_factory=Exports, init=False)
+    every: int  # steps from one checkpoint to the next
+    exports: Exports = field(default_factory=Exports, init=False)  # of rank 0; the others begin none
     _is_overdue: bool = field(default=False, init=False)
     _failures: int = field(default=0, init=False)
 
@@ -72,19 +70,6 @@ class Saving:
         self._ended(version)
         raise EndedEarly
 
-    def _state(self, version: int) -> dict[str, Any]:
-        """Return what the checkpoint holds besides the trainer's files; empty except on rank 0."""
-        return {}
-
-    def _require_run(self, version: int) -> None:
-        """Called before a checkpoint becomes valid. Raises BufferFenced if another learner has the run."""
-
-    def _saved(self, version: int, oldest: int, started_s: float) -> None:
-        """Called after a save that began at `started_s`; `oldest` is the oldest step that is kept."""
-
-    def _failed(self, version: int, failures: int) -> None:
-        """Called after a failed save; training goes on. `failures` is their number in this process."""
-
     def _ended(self, version: int) -> None:
         """Called after the save of a training that ends early."""
 
@@ -104,25 +89,27 @@ class Saving:
         except CheckpointError as error:
             self._failures += 1
             log.error("step %d is not saved and will be; older checkpoints are as before: %s", version, error)
-            self._failed(version, self._failures)
             return False
         return True
 
     def _save(self, version: int) -> None:
-        started_s = time.perf_counter()
+        self._write(version, {})
+
+    def _write(
+        self, version: int, state: dict[str, Any], require_run: Callable[[], object] = lambda: None
+    ) -> int:
+        """Save, and begin the export; return the oldest step that is kept. See `CheckpointStore.save`."""
         self.exports.wait()  # then the memory of the last copy is free
-        owns = partial(self._require_run, version)
-        oldest = self.checkpoints.save(version, self.trainer, self._state(version), owns)
+        oldest = self.checkpoints.save(version, self.trainer, state, require_run)
         self.export(version)
-        self._saved(version, oldest, started_s)
+        return oldest
 
 
 @dataclass(slots=True, kw_only=True)
 class LeadSaving(Saving):
     """The checkpoints of rank 0, which also hold the run's own state and allow the store to forget."""
 
-    # The state with which this learner began; its `history` and `fixed` stay.
-    begun: LearnerState
+    begun: LearnerState  # the state with which this learner began; its `history` and `fixed` stay
     coefficients: Coefficients
     tracker: Tracker | None = None
     taking: Taking
@@ -143,18 +130,22 @@ class LeadSaving(Saving):
         if self.pushes:
             self.pushes.finish()
 
-    def _state(self, version: int) -> dict[str, Any]:
+    def _try_to_save(self, version: int) -> bool:
+        if is_saved := Saving._try_to_save(self, version):
+            return is_saved
+        self.reporting.log({"checkpoint/failed": self._failures}, step=version)
+        return False
+
+    def _save(self, version: int) -> None:
+        started_s = time.perf_counter()
         ledger, sets, curriculum = self.taking.settled
         self._ledgers[version] = ledger
         now = replace(self.begun, version=version, ledger=ledger, evaluation=sets, curriculum=curriculum)
         tracker, coefficients = self.tracker.state() if self.tracker else {}, self.coefficients.state()
-        return replace(now, coefficients=coefficients, tracker=tracker, stop=self.judged.state()).to_dict()
-
-    def _require_run(self, version: int) -> None:
-        if self.is_shared:
-            self.taking.open(version)  # it is open already
-
-    def _saved(self, version: int, oldest: int, started_s: float) -> None:
+        now = replace(now, coefficients=coefficients, tracker=tracker, stop=self.judged.state())
+        # The version is open already, so this only raises BufferFenced if another learner has the run.
+        require_run = partial(self.taking.open, version) if self.is_shared else lambda: None
+        oldest = self._write(version, now.to_dict(), require_run)
         with self.reporting.guard("the mark that something was saved"):
             self.mark_saved()
         self.reporting.checkpoint(version, time.perf_counter() - started_s)
@@ -171,21 +162,16 @@ class LeadSaving(Saving):
     def _ended(self, version: int) -> None:
         self.judged.ended(version)
 
-    def _failed(self, version: int, failures: int) -> None:
-        self.reporting.log({"checkpoint/failed": failures}, step=version)
-
 
 def open_judged(
     config: Config, data: DataFiles, checkpoints: CheckpointStore, directory: Path, state: LearnerState
 ) -> Judged:
     """Return what decides by metrics which of the `checkpoints` in `directory` stay."""
-    open_with = partial(
-        Judged, config.learner, config.checkpoint, directory, checkpoints.steps, asked=data.asked
-    )
+    stop, ended = config.learner.stop_when, read_ended(directory, state.version)
     # The checkpoint may be older than the reason, and the training has ended.
-    judged = open_with(read_ended(directory, state.version))
-    if not judged.why_ended():
-        judged = open_with(state.stop)
+    is_over = stop is not None and why_ended(stop, ended, data.asked(stop.metric))
+    saved = ended if is_over else state.stop
+    judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, saved, data.asked)
     checkpoints.keeps = judged.keeps
     return judged
 

@@ -78,12 +78,10 @@ class StatusPage:
     # Writes the run's record, with the control plane's endpoint, into the store, which may have been wiped.
     renew: Callable[[str], None]
     shows: Sequence[Show]
-    # Counts the seconds in which something failed.
-    guard: BestEffort
+    guard: BestEffort  # counts the seconds in which something failed
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _threads: Sequence[threading.Thread] = field(init=False)
-    # What the store said last, and when.
-    _heard: dict[str, Any] = field(default_factory=dict, init=False)
+    _heard: dict[str, Any] = field(default_factory=dict, init=False)  # what the store said last, and when
     _heard_s: float = field(init=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ if the others of the step change: some of them are lost with the weights of the 
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -25,7 +26,16 @@ class StepDeaths:
     def __init__(self, path: Path) -> None:
         """Count a death if a step was begun and not ended."""
         self._path, self._may_fail = path, BestEffort()
-        self._steps, begun = _read(path)
+        self._steps: dict[int, dict[str, int]] = {}  # deaths by group, by version of the step
+        begun: int | None = None  # the step that was begun and not ended
+        record = read_record(path) or {}
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            steps = {
+                int(version): {digest: int(deaths) for digest, deaths in step.items()}
+                for version, step in record["steps"].items()
+            }
+            begun = None if record["begun"] is None else int(record["begun"])
+            self._steps = steps
         if begun in self._steps:
             self._steps[begun] = {digest: deaths + 1 for digest, deaths in self._steps[begun].items()}
         self._write(None)
@@ -56,16 +66,3 @@ class StepDeaths:
         text = json.dumps({"begun": begun, "steps": self._steps})
         with self._may_fail("the record of the step under way"):
             replace_text(self._path, text)
-
-
-def _read(path: Path) -> tuple[dict[int, dict[str, int]], int | None]:
-    """Return (deaths by group, by version of the step; the step that was begun and not ended)."""
-    record = read_record(path) or {}
-    try:
-        steps = {
-            int(version): {digest: int(deaths) for digest, deaths in step.items()}
-            for version, step in record["steps"].items()
-        }
-        return steps, None if record["begun"] is None else int(record["begun"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return {}, None

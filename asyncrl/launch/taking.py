@@ -23,7 +23,7 @@ from asyncrl.data.prompts import vocabulary_size
 from asyncrl.evaluation import EvalResult, Evaluation, Rounds, resume_ledger
 from asyncrl.hosting.progress import Attention
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import LearnerState
 from asyncrl.types import Group
 from asyncrl.weights.base import EVERY_ROW
 from asyncrl.wire.group_frames import decode_group
@@ -36,16 +36,13 @@ class Taking:
     """All lanes, audited so that no id is lost; learners that die within a step are counted."""
 
     lane: RedisBuffer | ShardedBuffer
-    # Takes from `lane`.
-    intake: Intake | ShardedIntake
-    # One for each set of data.eval.
-    evaluations: Sequence[Evaluation]
+    intake: Intake | ShardedIntake  # takes from `lane`
+    evaluations: Sequence[Evaluation]  # one for each set of data.eval
     _: KW_ONLY
     deaths: StepDeaths
     stall_s: float
     curriculum: Curricula | None = None
-    # That of training comes first.
-    _watches: list[AuditWatch] = field(init=False)
+    _watches: list[AuditWatch] = field(init=False)  # that of training comes first
     _is_recovered: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

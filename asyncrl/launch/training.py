@@ -23,7 +23,7 @@ from asyncrl.launch.saving import EndedEarly, Saving
 from asyncrl.learner import run_learner
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
-from asyncrl.run.learner_state import resume
+from asyncrl.run.saved import resume
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous

@@ -26,7 +26,6 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,10 +94,19 @@ class CheckpointStore:
         attempt leaves no files. Rank 0 calls `require_run` last; if that raises, nothing is saved.
         """
         writing = self._directory / f"{UNFINISHED}{self._name(step)}"
+
+        def commit() -> bool:
+            self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
+            self._manifests.seal(step, writing)
+            require_run()
+            self._files.rename(writing, self._directory / self._name(step))
+            self._files.fsync(self._directory)
+            return True
+
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
             try:
                 trainer.save(writing)
-                self._on_rank_0(trainer, lambda: self._commit(step, writing, state, require_run))
+                self._on_rank_0(trainer, commit)
             except CheckpointError:
                 if trainer.rank == 0 and writing.exists():
                     self._discard(writing)
@@ -115,8 +123,21 @@ class CheckpointStore:
         """
         if self._on_rank_0(trainer, lambda: is_busy or self.is_exported(step)):
             return None
-        write = trainer.export()
-        return partial(self._export, step, write) if trainer.rank == 0 else None
+        write, directory = trainer.export(), self._directory / self._name(step)
+        writing = directory / f"{UNFINISHED}{EXPORT}"
+
+        def export() -> None:
+            if writing.exists():
+                self._files.remove(writing)
+            try:
+                write(writing)
+                self._manifests.add_export(directory, writing)
+            except Exception:
+                if writing.exists():
+                    self._discard(writing)
+                raise
+
+        return export if trainer.rank == 0 else None
 
     def is_exported(self, step: int) -> bool:
         """Whether a kept step has its Hugging Face model. Raises CheckpointError."""
@@ -303,29 +324,6 @@ class CheckpointStore:
                 text = "%s could not be removed (%s); every save tries again, or remove it yourself"
                 log.warning(text, path, error)
             self._stays.add(path)
-
-    def _commit(
-        self, step: int, writing: Path, state: dict[str, Any], require_run: Callable[[], object]
-    ) -> bool:
-        self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
-        self._manifests.seal(step, writing)
-        require_run()
-        self._files.rename(writing, self._directory / self._name(step))
-        self._files.fsync(self._directory)
-        return True
-
-    def _export(self, step: int, write: Callable[[Path], object]) -> None:
-        directory = self._directory / self._name(step)
-        writing = directory / f"{UNFINISHED}{EXPORT}"
-        if writing.exists():
-            self._files.remove(writing)
-        try:
-            write(writing)
-            self._manifests.add_export(directory, writing)
-        except Exception:
-            if writing.exists():
-                self._discard(writing)
-            raise
 
     def _conclude(self, step: int) -> int:
         """Record a durable checkpoint as the newest, remove old ones, and return the oldest of the newest."""

@@ -20,7 +20,7 @@ from asyncrl.config.document import parse
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import RunError, RunNotUp
 from asyncrl.hosting.processes import find_holder
-from asyncrl.run.keys import SECRET_FILE_VARIABLE, JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
+from asyncrl.run.keys import SECRET_FILE_VARIABLE, JoinKeys, RunKeys, parse_keys, read_secret
 from asyncrl.run.lock import holder_of, is_locked
 from asyncrl.run.manifest import UNFINISHED, FileOps
 from asyncrl.telemetry.status import SILENT_S, read_status
@@ -99,7 +99,7 @@ class RunDirectory:
 
     def make(self) -> None:
         """Make the directory, private because it holds secrets and sockets."""
-        files.make_directory(self.path, private=True)
+        files.make_private(self.path)
 
     def create(self, *, fresh: bool, config: str = "") -> None:
         """Make the directories; with `fresh`, first remove what an earlier run of this name left.
@@ -241,12 +241,11 @@ class RunDirectory:
             keys = parse_keys(text)
             if isinstance(keys, RunKeys):
                 return keys
-        except MalformedSecret:
+        except RunError:
             found = "no secret"
         raise RunError(f"{self.secret_path} holds {found}; 64 hexadecimal digits are needed: {RESTORE}")
 
     def checkpoint_key(self) -> bytes:
-        """The key that signs checkpoints."""
         return self.keys().secret.hex().encode()
 
     def write_join_key(self, keys: JoinKeys) -> Path:

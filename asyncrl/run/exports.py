@@ -65,13 +65,9 @@ class Exports:
 
     def _join(self, otherwise: str) -> bool:
         """Wait for the export that is under way; return whether it is over. If not, say what that means."""
-        until_s = time.monotonic() + LAST_S
-        while self.is_under_way and time.monotonic() < until_s:
-            self._thread.join(LOOK_S)
-            beat()  # this wait has a limit of its own
-        if self.is_under_way:
+        if not (is_over := _joined(self._thread)):
             log.warning("the export of step %d takes more than %g s: %s", self._step, LAST_S, otherwise)
-        return not self.is_under_way
+        return is_over
 
     def _run(self, export: Callable[[], object]) -> None:
         for _ in range(ATTEMPTS):
@@ -188,13 +184,18 @@ class Pushes:
 
     def _wait(self) -> None:
         begin("last push to the hub", Pace.SLOW)
-        until_s = time.monotonic() + LAST_S
-        while self._thread.is_alive() and not self._stop.is_set() and time.monotonic() < until_s:
-            self._thread.join(LOOK_S)
-            beat()  # this wait has a limit of its own
-        if self._thread.is_alive():
+        if not _joined(self._thread, self._stop):
             why = "the run was stopped" if self._stop.is_set() else f"its push takes more than {LAST_S:g} s"
             self._failed(self._newest, why)
+
+
+def _joined(thread: Thread, stop: Event | None = None) -> bool:
+    """Wait for a thread for `LAST_S` at most, and until `stop`; return whether it is over."""
+    until_s = time.monotonic() + LAST_S
+    while thread.is_alive() and not (stop and stop.is_set()) and time.monotonic() < until_s:
+        thread.join(LOOK_S)
+        beat()  # this wait has a limit of its own
+    return not thread.is_alive()
 
 
 def _line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.data.row_files import with_sparse_messages
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.files import make_directory, replace_text
+from asyncrl.files import make_private, replace_text
 from asyncrl.rewards.forms import form_for
 from asyncrl.run.directory import RunDirectory, needing
 
@@ -113,6 +113,6 @@ def _write(directory: RunDirectory, name: str, suffix: str, text: str) -> Path:
     path = directory.given / f"{name}-{digest}.{suffix}"
     with needing(directory.path):
         directory.make()
-        make_directory(directory.given, private=True)
+        make_private(directory.given)
         replace_text(path, text, durable=True)
     return path

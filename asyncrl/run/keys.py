@@ -26,20 +26,14 @@ SECRET_FILE_VARIABLE = "ASYNCRL_SECRET_FILE"
 _KEY_BYTES = 32
 
 
-class MalformedSecret(RunError):
-    """A text that is not the secret of a run."""
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class JoinKeys:
     """The keys of every generator of a run; the learner has them too."""
 
     secret: bytes
-    # The learner's public key on the control plane.
-    learner: bytes
+    learner: bytes  # the learner's public key on the control plane
 
     def text(self) -> str:
-        """Return the content of join.key."""
         return (self.secret + self.learner).hex()
 
     @property
@@ -99,7 +93,7 @@ def _derive(secret: bytes, purpose: str) -> bytes:
 
 
 def parse_keys(text: str) -> RunKeys | JoinKeys:
-    """Read the content of run.key or join.key. Raises MalformedSecret, which does not repeat it."""
+    """Read the content of run.key or join.key. Raises RunError, which does not repeat it."""
     try:
         values = bytes.fromhex(text.strip())
     except ValueError:
@@ -108,7 +102,7 @@ def parse_keys(text: str) -> RunKeys | JoinKeys:
         return RunKeys(values)
     if len(values) == 2 * _KEY_BYTES:
         return JoinKeys(values[:_KEY_BYTES], values[_KEY_BYTES:])
-    raise MalformedSecret(
+    raise RunError(
         f"the run's secret is {'malformed' if text.strip() else 'not known'}; copy join.key from the "
         f"learner's run directory and name the copy in {SECRET_FILE_VARIABLE}, or set {SECRET_VARIABLE} to "
         "what it holds (128 hexadecimal digits)"

@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from asyncrl.errors import RunError
@@ -53,9 +52,7 @@ class RunLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -53,7 +53,6 @@ class FileOps:
             path.unlink()
 
     def free_bytes(self, directory: Path) -> int:
-        """Return the free bytes of the disk that holds `directory`."""
         return shutil.disk_usage(directory).free
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -126,8 +127,6 @@ def versions() -> dict[str, str]:
     """Return the installed versions of Python and `PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES.split():
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found

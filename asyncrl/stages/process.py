@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.config.load import load
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.rank_group import wait_until_needed
-from asyncrl.launch.ranks import only_host, run_ranks
+from asyncrl.launch.ranks import OnlyHost, run_ranks
 from asyncrl.launch.roles import run_role
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock
@@ -32,7 +32,7 @@ def main() -> None:
         setup_logging("stage", directory.logs, console=True)
         if config.ranks > 1 and not rank:
             command = module_argv("asyncrl.stages.process", "--config", str(file))
-            sys.exit(run_ranks(command, config.ranks, only_host(directory.lock)))
+            sys.exit(run_ranks(command, config.ranks, lambda: OnlyHost(directory.lock)))
         from asyncrl.stages.with_trl import train
 
         with nullcontext() if rank else RunLock(directory.lock):

@@ -1,4 +1,4 @@
-"""What every engine that places hosts does, whichever it is: `asyncrl.cluster.base.Cluster`."""
+"""What every engine that places hosts does, whichever it is: `asyncrl.cluster.plans.Cluster`."""
 
 import contextlib
 import os
@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from asyncrl import __version__
-from asyncrl.cluster.base import Cluster, HostPlan
 from asyncrl.cluster.local import LocalCluster, obstacle
+from asyncrl.cluster.plans import Cluster, HostPlan
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config

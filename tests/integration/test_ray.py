@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from asyncrl.cluster import ray as ray_module
-from asyncrl.cluster.base import HostPlan
 from asyncrl.cluster.driver import Hosts
+from asyncrl.cluster.plans import HostPlan
 from asyncrl.commands.down import processes_of
 from asyncrl.errors import RunError
 from asyncrl.run.keys import RunKeys

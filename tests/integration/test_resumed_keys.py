@@ -41,7 +41,7 @@ from asyncrl.launch.generator_parts import lanes
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import LearnerState
 from asyncrl.types import Prompt
 from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import UpdateOrder

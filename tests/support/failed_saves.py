@@ -11,8 +11,8 @@ from asyncrl.config.sections import LearnerConfig
 from asyncrl.launch import saving
 from asyncrl.run.best import Judged
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.manifest import FileOps
+from asyncrl.run.saved import LearnerState
 from tests.support.fake_trainer import KEY, FakeTrainer
 
 

@@ -67,7 +67,7 @@ READS_THE_ENVIRONMENT = {
     # the board where every process shows its progress; values that no log may show
     "hosting/progress.py", "telemetry/logs.py",
     # what the commands of hosts inherit
-    "cluster/local.py", "cluster/ray.py", "cluster/slurm_jobs.py",
+    "cluster/local.py", "cluster/ray.py", "cluster/slurm.py",
     # keys of services, in the variables that a config names
     "rewards/endpoints.py",
 }  # fmt: skip

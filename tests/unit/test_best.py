@@ -16,8 +16,7 @@ from asyncrl.results.export import saved_export
 from asyncrl.run.best import Judged, read_best, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.learner_state import LearnerState
-from asyncrl.run.saved import Saved, nothing_left
+from asyncrl.run.saved import LearnerState, Saved, nothing_left
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from tests.support.fake_trainer import KEY, FakeTrainer, save_whole
 from tests.support.task_config import config_of

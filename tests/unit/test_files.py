@@ -70,9 +70,7 @@ def test_one_that_is_not_may_be_torn(tmp_path):
 
 
 def test_a_directory_that_is_made_with_those_above_it_stays(tmp_path):
-    operations = traced(
-        tmp_path, "make_directory(root / 'runs' / 'mine', private=True); replace_text(root / 'end', 'of it')"
-    )
+    operations = traced(tmp_path, "make_private(root / 'runs' / 'mine'); replace_text(root / 'end', 'of it')")
     disk = Disk()
     for operation in operations[:-3]:
         disk.apply(operation)

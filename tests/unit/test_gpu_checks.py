@@ -61,9 +61,11 @@ done
     ],
 )
 def test_visible_gpus_are_counted_as_cuda_counts_them(variable, names, monkeypatch):
-    assert visible_names(variable) == names
-    if variable is not None and names is not None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible_names() == names
+    if names is not None:
         assert count_gpus() == len(names)
 
 

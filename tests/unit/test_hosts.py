@@ -18,13 +18,14 @@ from pydantic import ValidationError
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.cli.app import run as typed
-from asyncrl.cluster import slurm, slurm_jobs
-from asyncrl.cluster.base import HostPlan, HostState
+from asyncrl.cluster import slurm
 from asyncrl.cluster.driver import Hosts, host_spec, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import (
     NODE,
     NODES,
+    HostPlan,
+    HostState,
     described,
     generators_plan,
     learner_plans,
@@ -32,8 +33,7 @@ from asyncrl.cluster.plans import (
     reachable,
     store_url,
 )
-from asyncrl.cluster.slurm import SlurmCluster
-from asyncrl.cluster.slurm_jobs import run_script
+from asyncrl.cluster.slurm import SlurmCluster, run_script
 from asyncrl.commands import found as joining
 from asyncrl.commands import hosts as hosts_command
 from asyncrl.commands.found import require_learner
@@ -666,17 +666,17 @@ def test_a_stop_waits_for_a_command_of_slurm_that_is_only_just_placed(tmp_path):
 def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path, monkeypatch):
     passed_s, asked, told = itertools.count(step=10.0), [], []
     clock = SimpleNamespace(monotonic=lambda: next(passed_s), sleep=lambda wait_s: None)
-    monkeypatch.setattr(slurm_jobs, "time", clock)
-    monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: asked.append(words) or "9\n")
+    monkeypatch.setattr(slurm, "time", clock)
+    monkeypatch.setattr(slurm, "ask", lambda *words, **_: asked.append(words) or "9\n")
     states = iter(["RUNNING"] * 3)
 
     def jobs_of(run):
         if next(passed_s) > 10_000.0:
             pytest.fail("it waits still")
-        return [slurm_jobs.Job("7", next(states, "COMPLETING"), "0", "None", str(run))]
+        return [slurm.Job("7", next(states, "COMPLETING"), "0", "None", str(run))]
 
-    monkeypatch.setattr(slurm_jobs, "jobs_of", jobs_of)
-    assert slurm_jobs.end_jobs(tmp_path, lambda: False, told.append)
+    monkeypatch.setattr(slurm, "jobs_of", jobs_of)
+    assert slurm.end_jobs(tmp_path, lambda: False, told.append)
     assert asked == [("scancel", "--batch", "--signal=TERM", "7")], "what completes is cancelled already"
     [said] = told
     assert "jobs 7 have ended, but Slurm clears their nodes for longer than 120 s" in said
@@ -691,20 +691,20 @@ def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path
 def test_down_waits_for_jobs_that_save_while_slurms_controller_is_away(tmp_path, monkeypatch):
     passed_s, asked = itertools.count(step=10.0), []
     clock = SimpleNamespace(monotonic=lambda: next(passed_s), sleep=lambda wait_s: None)
-    monkeypatch.setattr(slurm_jobs, "time", clock)
-    monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: asked.append(words) or "")
+    monkeypatch.setattr(slurm, "time", clock)
+    monkeypatch.setattr(slurm, "ask", lambda *words, **_: asked.append(words) or "")
     answers = iter([["7"], OSError("Socket timed out"), ["7"], [], *[OSError("no squeue")] * 3])
 
     def jobs_of(run):
         if isinstance(answer := next(answers), OSError):
             raise answer
-        return [slurm_jobs.Job(job, "RUNNING", "0", "None", str(run)) for job in answer]
+        return [slurm.Job(job, "RUNNING", "0", "None", str(run)) for job in answer]
 
-    monkeypatch.setattr(slurm_jobs, "jobs_of", jobs_of)
-    assert slurm_jobs.end_jobs(tmp_path, lambda: False, pytest.fail)
+    monkeypatch.setattr(slurm, "jobs_of", jobs_of)
+    assert slurm.end_jobs(tmp_path, lambda: False, pytest.fail)
     assert asked == [("scancel", "--batch", "--signal=TERM", "7")], "nothing ends the save"
     with pytest.raises(RunError, match="no squeue; end them with scancel"):
-        slurm_jobs.end_jobs(tmp_path, lambda: False, pytest.fail)
+        slurm.end_jobs(tmp_path, lambda: False, pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -738,7 +738,7 @@ def test_a_start_leaves_nothing_by_which_down_would_take_it_for_an_earlier_one(
         with pytest.raises(RunError, match="no engine"), started_on_hosts(ours, fresh=False, console=False):
             pass
     else:
-        monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: "" if words[0] == "squeue" else "9")
+        monkeypatch.setattr(slurm, "ask", lambda *words, **_: "" if words[0] == "squeue" else "9")
         assert list(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False))
     assert [path.name for path in (directory.job, directory.stopping) if path.exists()] == left
 

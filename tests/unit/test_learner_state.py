@@ -9,7 +9,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import ledgers_of
 from asyncrl.errors import ConfigError
 from asyncrl.lineage import History, Weights
-from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import LearnerState
 
 
 def test_the_state_survives_its_checkpoint():

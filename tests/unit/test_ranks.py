@@ -16,7 +16,7 @@ from asyncrl.hosting.processes import stop_processes
 from asyncrl.hosting.rank_group import GRACE_S, begin, free_port, leave, start_ranks, wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.launch import ranks
-from asyncrl.launch.ranks import only_host, run_ranks
+from asyncrl.launch.ranks import OnlyHost, run_ranks
 
 
 class Clock:
@@ -107,7 +107,9 @@ def test_ranks_that_are_asked_to_leave_get_the_time_that_they_need_to_save(clock
 
 def test_a_rank_that_a_signal_ends_gives_the_status_that_shells_give(tmp_path):
     """Its parent exits with it: 247, which is -9, would tell nobody of SIGKILL."""
-    assert run_ranks(["sh", "-c", "kill -9 $$"], 2, only_host(tmp_path / "lock")) == 128 + signal.SIGKILL
+    assert (
+        run_ranks(["sh", "-c", "kill -9 $$"], 2, lambda: OnlyHost(tmp_path / "lock")) == 128 + signal.SIGKILL
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from asyncrl.errors import CheckpointError, ConfigError, RunError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.lock import RunLock
-from asyncrl.run.saved import go_back, nothing_left, read_saved, refuse_changes
+from asyncrl.run.saved import LearnerState, go_back, nothing_left, read_saved, refuse_changes
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from tests.support.fake_trainer import FakeTrainer, save_whole
 from tests.support.models import tiny_qwen2

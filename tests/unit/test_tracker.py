@@ -17,8 +17,8 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.sections import BatchConfig
 from asyncrl.learner import run_learner
-from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.manifest import FileOps
+from asyncrl.run.saved import LearnerState
 from asyncrl.types import Group
 from tests.support.failed_saves import run_on
 from tests.support.fake_learner import SETTINGS, Batch, known
