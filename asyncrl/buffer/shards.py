@@ -166,13 +166,14 @@ class ShardedIntake:
             return None
         self._parts = [None] * len(self.intakes)
         self.settled = self._ledgers()
-        return Collected(
-            groups=tuple(group for part in parts for group in part.groups),
-            rejected=tuple(rejected for part in parts for rejected in part.rejected),
-            takes=sum(part.takes for part in parts),
-            taken_at={name: at for part in parts for name, at in part.taken_at.items()},
-            frames=tuple(frame for part in parts for frame in part.frames),
-        )
+        whole = Collected()
+        for part in parts:
+            whole.groups += part.groups
+            whole.rejected += part.rejected
+            whole.takes += part.takes
+            whole.taken_at |= part.taken_at
+            whole.frames += part.frames
+        return whole
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:
         for intake, ledger in zip(self.intakes, saved["shards"], strict=True):

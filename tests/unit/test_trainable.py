@@ -194,7 +194,7 @@ def digest(
     plan = planner.plan(groups, sequences, planner.measure(trainer, sequences), 0.0)
     result = trainer.step(plan.minibatches[0].microbatches, None)
     taken_at = {one.ticket_id: 5.0 for one in (*groups, *(one for one, _ in rejected))}
-    collected = Collected(groups=groups, rejected=rejected, takes=1, taken_at=taken_at)
+    collected = Collected(groups=[*groups], rejected=[*rejected], takes=1, taken_at=taken_at)
     step = Step(
         version=4, collected=collected, plan=plan, results=(result,), seconds={"train": 1.0}, spans=(Span("train", 6.0, 1.0),)
     )  # fmt: skip
