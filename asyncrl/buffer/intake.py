@@ -9,8 +9,14 @@ from typing import Any
 
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take, kind_of
-from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, require_life, too_many_rejected
+from asyncrl.buffer.judge import (
+    DISCARDED_LINEAGE,
+    Gate,
+    Judge,
+    reason_to_reject,
+    require_life,
+    too_many_rejected,
+)
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.watch import StallWatch
 from asyncrl.errors import BufferGap

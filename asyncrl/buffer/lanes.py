@@ -8,9 +8,8 @@ from typing import Any
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, LearnerBuffer
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
-from asyncrl.buffer.judge import make_judge
+from asyncrl.buffer.judge import Gate, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, join, ledgers_of, shard_names

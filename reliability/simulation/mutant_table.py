@@ -151,8 +151,8 @@ MUTANTS = [
     one("a refused frame still belongs to its take", lua("  drop_frames(k, {rejected})\n", "")),
     one("a refused frame costs no attempt", lua("not is_last_attempt(k, rejected, most)", "issue_again(k, rejected) == nil")),
     one("another frame is refused than was seen", lua(" or redis.sha1hex(frame) ~= args[6]", "")),
-    one("a refused frame is not refused", client("gate", '                buffer.reject_frame(take, ticket_id, frame, f"{DEAD}: undecodable: {error}")\n', "")),
-    one("a group under another id is trained", client("gate", "if (group.lane, group.ticket_id) != (self.lane, name):", "if False:")),
+    one("a refused frame is not refused", client("judge", '                buffer.reject_frame(take, ticket_id, frame, f"{DEAD}: undecodable: {error}")\n', "")),
+    one("a group under another id is trained", client("judge", "if (group.lane, group.ticket_id) != (self.lane, name):", "if False:")),
     # -- commits
     one("a commit is made twice", lua("if number <= committed then return {'OK', 0} end", "")),
     one("a commit of another history", COMMIT_CHAIN),
@@ -228,9 +228,9 @@ MUTANTS = [
     one("a recovery keeps the history of before", lua("'history', args[10], ", "")),
     one("tickets carry no history", client("redis", "history=History.parse(history.decode())", "history=INITIAL")),
     # -- groups that nobody can train on
-    one("an untrainable group is trained", client("gate", "if reason := trainable(group, self.limits):", "if reason := '':")),
-    one("an untrainable group gets another attempt", client("gate", "reason, final=True)", "reason)")),
-    one("a group of another lane is trained", client("gate", "if (group.lane, group.ticket_id) != (self.lane, name):", "if group.ticket_id != name:")),
+    one("an untrainable group is trained", client("judge", "if reason := trainable(group, self.limits):", "if reason := '':")),
+    one("an untrainable group gets another attempt", client("judge", "reason, final=True)", "reason)")),
+    one("a group of another lane is trained", client("judge", "if (group.lane, group.ticket_id) != (self.lane, name):", "if group.ticket_id != name:")),
     one("a group that was given up has nothing in its place", lua("  call('HSET', k.frames, rejected, GIVEN_UP .. args[7])\n", "")),
     one("the reason in the place of a frame is not counted", lua("  add(k.totals, 'bytes', #GIVEN_UP + #args[7])\n", "")),
     one("a group that was given up is refused again", lua("given_up(frame) or ", ""), survives="its digest is not that of the frame that is refused"),
@@ -261,7 +261,7 @@ MUTANTS = [
     # -- several ranks
     one("ranks get the groups in another order", launch("same_bytes", "for frame in collected.frames:", "for frame in reversed(collected.frames):")),
     one("a rank takes one group fewer", launch("same_bytes", "range(int(message))", "range(int(message) - 1)")),
-    one("frames are found by the ticket that they name", client("gate", "groups.append((self._group(name, frame), frame))", "groups.append((self._group(name, frame), groups[0][1] if groups else frame))")),
+    one("frames are found by the ticket that they name", client("judge", "groups.append((self._group(name, frame), frame))", "groups.append((self._group(name, frame), groups[0][1] if groups else frame))")),
     # -- control messages
     one("anybody speaks for a member", control("zmq", "if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:", "if False:")),
     one("a member is dead after half of the silence", control("membership", "> self._timeout_s]", "> self._timeout_s / 4]")),

@@ -25,9 +25,8 @@ from asyncrl.algo.trainable import (
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Planner
 from asyncrl.buffer.base import GIVEN_UP, BufferRules, PutOutcome
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
-from asyncrl.buffer.judge import make_judge
+from asyncrl.buffer.judge import Gate, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, Rounds, summarise
