@@ -52,7 +52,7 @@ def ppo_clip(
             nats per token (`within_drift`).
         top_entropy: trained share of each sequence's tokens, those of highest entropy
             (`highest_entropy`).
-        entropy_T: float32 in nats, needed for `top_entropy` below 1.
+        entropy_T: float32 in nats; without it, `top_entropy` below 1 raises ConfigError.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347) eq. 7; Hilton et al. 2021 (arXiv:2110.00641);
     Yu et al. 2025 (arXiv:2503.14476) sec. 3.1; Ye et al. 2019 (arXiv:1912.09729).
@@ -64,7 +64,12 @@ def ppo_clip(
         beyond_T = (batch.advantages_T < 0) & (losses_T > ceiling_T)
         losses_T = torch.where(beyond_T, ceiling_T, losses_T)
         metrics |= sums(dual_clipped=beyond_T)
-    keep_T = select(batch, logprobs_T, entropy_T, max_drift=max_drift, top_entropy=top_entropy)
+    keep_T = None if max_drift is None else within_drift(batch, logprobs_T, max_drift)
+    if top_entropy < 1.0:
+        if entropy_T is None:
+            raise ConfigError(f"top_entropy is {top_entropy}, but no entropies were computed; set it to 1.0")
+        high_T = highest_entropy(batch, entropy_T, top_entropy)
+        keep_T = high_T if keep_T is None else keep_T & high_T
     if keep_T is None:
         return TokenLoss(batch.weighted(losses_T), metrics)
     losses_T = torch.where(keep_T, losses_T, 0.0)
@@ -146,24 +151,6 @@ def clipped_surrogate(
         clipped_low=(advantages_T < 0) & (ratio_T < 1.0 - clip_low),
         clipped_high=(advantages_T > 0) & (ratio_T > 1.0 + clip_high),
     )
-
-
-def select(
-    batch: TokenBatch,
-    logprobs_T: Tensor,
-    entropy_T: Tensor | None,
-    *,
-    max_drift: float | None,
-    top_entropy: float,
-) -> Tensor | None:
-    """bool [T]: the tokens to train, or None for all. Raises ConfigError if entropies are missing."""
-    keep_T = None if max_drift is None else within_drift(batch, logprobs_T, max_drift)
-    if top_entropy < 1.0:
-        if entropy_T is None:
-            raise ConfigError(f"top_entropy is {top_entropy}, but no entropies were computed; set it to 1.0")
-        high_T = highest_entropy(batch, entropy_T, top_entropy)
-        keep_T = high_T if keep_T is None else keep_T & high_T
-    return keep_T
 
 
 def within_drift(batch: TokenBatch, logprobs_T: Tensor, limit: float) -> Tensor:

@@ -125,9 +125,16 @@ def _turn_gae(
     token_rewards_T = torch.zeros_like(values_T)
     if rewards.token_rewards_T is not None:
         token_rewards_T = rewards.token_rewards_T.double()
-    turns = _turns(replace(rewards, token_rewards_T=None))
-    tokens = _tokens_of_turns(rewards, turns)
-    turn_T, is_last_T = tokens.sequence_T, from_end_T(tokens) == 0
+    turns, turn_T = _turns(replace(rewards, token_rewards_T=None)), rewards.column("turn_T")
+    # The same tokens with turns in the place of sequences: functions of `returns` then stop at turns.
+    tokens = GroupRewards(
+        rewards_S=torch.zeros(turns.tokens, device=turn_T.device),
+        group_S=rewards.group_S[turns.sequence_T],
+        num_groups=rewards.num_groups,
+        lengths_S=torch.bincount(turn_T, minlength=turns.tokens),
+        sequence_T=turn_T,
+    )
+    is_last_T = from_end_T(tokens) == 0
 
     def at_last_K(column_T: Tensor) -> Tensor:
         return segment_sum(torch.where(is_last_T, column_T, 0.0), turn_T, turns.tokens)
@@ -156,18 +163,6 @@ def _turns(rewards: GroupRewards) -> GroupRewards:
         lengths_S=torch.bincount(episode_K, minlength=rewards.num_sequences),
         sequence_T=episode_K,
         token_rewards_T=rewards_K,
-    )
-
-
-def _tokens_of_turns(rewards: GroupRewards, turns: GroupRewards) -> GroupRewards:
-    """The same tokens with turns in the place of sequences: functions of `returns` then stop at turns."""
-    turn_T = rewards.column("turn_T")
-    return GroupRewards(
-        rewards_S=torch.zeros(turns.tokens, device=turn_T.device),
-        group_S=rewards.group_S[turns.sequence_T],
-        num_groups=rewards.num_groups,
-        lengths_S=torch.bincount(turn_T, minlength=turns.tokens),
-        sequence_T=turn_T,
     )
 
 

@@ -66,29 +66,26 @@ def masked_shares(
 
     `sequences` are those before the masks; `turn_part_T` has one entry per action token of them.
     """
-    lengths_S = torch.tensor([int(sequence.keep.sum()) for sequence in sequences])
-    stale_S = torch.tensor([int(one.stale.sum()) for one in masked])
-    truncated_S = torch.tensor([int(one.truncated.sum()) for one in masked])
-    band_S = length_bands(lengths_S, max_response_tokens)
-    by_band = {
-        band: _share(stale_S[band_S == index], lengths_S[band_S == index]) for index, band in enumerate(BANDS)
-    }
-    stale_T = np.concatenate([one.stale[seen.keep] for seen, one in zip(sequences, masked, strict=True)])
-    parts = {} if turn_part_T is None else {name: turn_part_T == at for at, name in enumerate(TURNS)}
-    by_turn = {
-        f"staleness/masked_share/turn/{name}": _share(torch.from_numpy(stale_T) & is_T, is_T)
-        for name, is_T in parts.items()
-    }
+    kept = [sequence.keep for sequence in sequences]
+    stale_T, truncated_T = (
+        torch.from_numpy(np.concatenate([each[keep] for each, keep in zip(column, kept, strict=True)]))
+        for column in ([one.stale for one in masked], [one.truncated for one in masked])
+    )
+    lengths_S = torch.tensor([int(keep.sum()) for keep in kept])
+    band_T = length_bands(lengths_S, max_response_tokens).repeat_interleave(lengths_S)
+    every_T = torch.ones_like(stale_T)
+    parts = {f"staleness/masked_share/{band}": band_T == at for at, band in enumerate(BANDS)}
+    if turn_part_T is not None:
+        parts |= {f"staleness/masked_share/turn/{turn}": turn_part_T == at for at, turn in enumerate(TURNS)}
+
+    def share(masked_T: Tensor, part_T: Tensor) -> float:
+        return float((masked_T & part_T).sum()) / max(int(part_T.sum()), 1)
+
     return {
-        "staleness/masked_share": _share(stale_S, lengths_S),
-        **{f"staleness/masked_share/{band}": share for band, share in by_band.items()},
-        "completions/masked_share": _share(truncated_S, lengths_S),
-        **by_turn,
+        "staleness/masked_share": share(stale_T, every_T),
+        **{name: share(stale_T, part_T) for name, part_T in parts.items()},
+        "completions/masked_share": share(truncated_T, every_T),
     }
-
-
-def _share(part_S: Tensor, whole_S: Tensor) -> float:
-    return float(part_S.sum()) / max(int(whole_S.sum()), 1)
 
 
 def measure(

@@ -5,8 +5,7 @@ Axes in names:  N packed tokens, T action or predicted tokens, K those at the en
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -214,22 +213,15 @@ def plain_logprobs(model: Any, ids: Sequence[int], device: torch.device) -> Tens
     ids_1N = torch.tensor([ids], device=device)
     kept = min(len(ids) - 1, COMPARED)
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
-    with _plain(model):
-        logits_1NV = model(
-            input_ids=ids_1N, use_cache=False, **({"logits_to_keep": kept + 1} if few else {})
-        ).logits
-    logprobs_KV: Tensor = logits_1NV[0, -kept - 1 : -1].float().log_softmax(-1)
-    return logprobs_KV.gather(-1, ids_1N[0, -kept:, None])[:, 0]
-
-
-@contextmanager
-def _plain(model: Any) -> Iterator[None]:
-    """Let a model run as transformers alone would run it."""
     of_learner, is_training = model.config._attn_implementation, model.training
     model.eval()
     model.set_attn_implementation(of_text(model.config, PLAIN))
     try:
-        yield
+        logits_1NV = model(
+            input_ids=ids_1N, use_cache=False, **({"logits_to_keep": kept + 1} if few else {})
+        ).logits
     finally:
         model.set_attn_implementation(of_text(model.config, of_learner))
         model.train(is_training)
+    logprobs_KV: Tensor = logits_1NV[0, -kept - 1 : -1].float().log_softmax(-1)
+    return logprobs_KV.gather(-1, ids_1N[0, -kept:, None])[:, 0]
