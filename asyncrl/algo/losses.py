@@ -58,7 +58,7 @@ def ppo_clip(
     Yu et al. 2025 (arXiv:2503.14476) sec. 3.1; Ye et al. 2019 (arXiv:1912.09729).
     """
     ratio_T = policy_ratio(batch, logprobs_T, level)
-    losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
+    losses_T, metrics = _clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     if dual_clip is not None:
         ceiling_T = -batch.advantages_T * dual_clip
         beyond_T = (batch.advantages_T < 0) & (losses_T > ceiling_T)
@@ -141,7 +141,7 @@ def cfpo(batch: TokenBatch, logprobs_T: Tensor, *, epsilon: Positive = 0.2) -> T
     return TokenLoss(batch.weighted(pull_T - ratio_T * batch.advantages_T))
 
 
-def clipped_surrogate(
+def _clipped_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[T]: -min(r A, clip(r) A); and how many tokens the clip removed from the gradient on either side."""
@@ -189,7 +189,7 @@ def gspo(
     2025 (arXiv:2507.18071), the GSPO-token form.
     """
     ratio_T = policy_ratio(batch, logprobs_T, "geometric")
-    losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
+    losses_T, metrics = _clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     return TokenLoss(batch.weighted(losses_T), metrics)
 
 
@@ -322,7 +322,7 @@ def clip_cov(
     At least one token is left out if any qualifies. Tokens that the clip has removed already are not drawn.
     """
     ratio_T = log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
-    losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
+    losses_T, metrics = _clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     covariance_T = _covariance(batch, logprobs_T)
     is_clipped_T = ratio_T.detach() * batch.advantages_T > -losses_T.detach()
     is_high_T = (covariance_T > covariance_low) & (covariance_T < covariance_high)

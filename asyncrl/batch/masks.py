@@ -19,6 +19,8 @@ from asyncrl.columns import TEACHER
 from asyncrl.trainer.base import Trainer
 from asyncrl.types import Rollout
 
+Mask = NDArray[np.bool_]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
@@ -35,30 +37,20 @@ class PlanSettings:
     images: SampleImages | None = None  # of the rows, if the data has any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Masks:
-    """The masked tokens of one sequence. One entry per response token; each token is in one mask at most."""
+def masks(rollout: Rollout, sequence: TrainSample, settings: PlanSettings) -> tuple[Mask, Mask]:
+    """Return the tokens of `keep` that are too old, and the others if the response was cut off: both leave.
 
-    stale: NDArray[np.bool_]  # older than allowed
-    truncated: NDArray[np.bool_]  # in a response that was cut off
-
-    @property
-    def any(self) -> NDArray[np.bool_]:
-        """Return the tokens that leave the loss."""
-        return self.stale | self.truncated
-
-
-def masks(rollout: Rollout, sequence: TrainSample, *, max_lag: int | None, truncated: bool) -> Masks:
-    """Mask tokens of `keep` that are older than `max_lag`; with `truncated`, mask cut-off responses."""
+    Each mask has one entry per response token.
+    """
     nothing = np.zeros_like(sequence.keep)
-    stale = nothing if max_lag is None else sequence.keep & (sequence.lag > max_lag)
-    is_cut = truncated and rollout.truncated
-    return Masks(stale=stale, truncated=sequence.keep & ~stale if is_cut else nothing)
+    stale = sequence.keep & (sequence.lag > settings.max_lag) if settings.mask_stale else nothing
+    is_cut = settings.mask_truncated and rollout.truncated
+    return stale, sequence.keep & ~stale if is_cut else nothing
 
 
 def masked_shares(
     sequences: Sequence[TrainSample],
-    masked: Sequence[Masks],
+    masked: Sequence[tuple[Mask, Mask]],
     max_response_tokens: int,
     turn_part_T: Tensor | None = None,
 ) -> dict[str, float]:
@@ -69,7 +61,7 @@ def masked_shares(
     kept = [sequence.keep for sequence in sequences]
     stale_T, truncated_T = (
         torch.from_numpy(np.concatenate([each[keep] for each, keep in zip(column, kept, strict=True)]))
-        for column in ([one.stale for one in masked], [one.truncated for one in masked])
+        for column in zip(*masked, strict=True)
     )
     lengths_S = torch.tensor([int(keep.sum()) for keep in kept])
     band_T = length_bands(lengths_S, max_response_tokens).repeat_interleave(lengths_S)

@@ -143,12 +143,10 @@ class ShardedIntake:
         self.settled = self._ledgers()
 
     def recover(self, version: int) -> None:
-        """Make the store agree with the ledgers and open the credit for `version`."""
         for intake in self.intakes:
             intake.recover(version)
 
     def open(self, version: int) -> None:
-        """Announce the version being trained, and with it the credit."""
         for intake in self.intakes:
             intake.open(version)
 

@@ -62,12 +62,12 @@ class PolicyModule(nn.Module):
         experts_NLK: Tensor | None = None,
         **packed: Any,
     ) -> Tensor:
-        """columns_RT of `TokenLogprobs`, float32; `packed` are the named arguments of `token_outputs`."""
+        """columns_RT of `TokenLogprobs`, float32; `packed` are the named arguments of `_token_outputs`."""
         if experts_NLK is not None and self._sequence_ranks is not None:
             experts_NLK = self._sequence_ranks.own_tokens_of(experts_NLK, padding=NONE)
         replay(self._routers, experts_NLK)
         how = (temperature * self._divisor, chunk, with_squares, entropy_gradient)
-        return token_outputs(
+        return _token_outputs(
             self.model.base_model,
             lambda hidden_TD, own_T: self.head(
                 hidden_TD, target_T[own_T], *how, kept_TK if kept_TK is None else kept_TK[own_T]
@@ -97,7 +97,7 @@ def run(module: Any, microbatch: MicroBatch, **arguments: Any) -> Tensor:
     return outputs
 
 
-def token_outputs(
+def _token_outputs(
     backbone: Any,
     head: Callable[[Tensor, Tensor | slice], Tensor],
     sequence_ranks: SequenceRanks | None,
@@ -183,7 +183,7 @@ class ValueModule(nn.Module):
 
     def forward(self, **packed: Any) -> Tensor:
         """values_T, float32, each before its action token; `packed` as in `PolicyModule`."""
-        return token_outputs(
+        return _token_outputs(
             self.backbone, lambda hidden_TD, _: self.head(hidden_TD), self._sequence_ranks, **packed
         )
 
