@@ -185,7 +185,7 @@ def _ratio_columns(name: str, batch: TokenBatch, log_ratio_T: Tensor) -> dict[st
         f"{name}/ratio/max": ratio_T,
         f"{name}/ratio/min": ratio_T,
         f"{name}/abs_log_ratio/max": log_ratio_T.abs(),
-        f"{name}/perplexity_ratio": _of_owners(batch, (-batch.mean_S(log_ratio_T)).exp()),
+        f"{name}/perplexity_ratio": _perplexity_S(batch, log_ratio_T),
         f"{name}/chi2_sequence": torch.expm1(2.0 * product_S),
     }
 
@@ -232,14 +232,9 @@ def length_bands(lengths: Tensor, max_response_tokens: int) -> Tensor:
 
 
 def _perplexity_S(batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
-    """exp of the mean negative log-probability; 0 for an empty sequence."""
+    """exp of the mean negative log-probability; 0 for an empty sequence, which is not counted either."""
     logprobs_T = logprobs_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return _of_owners(batch, (-batch.mean_S(logprobs_T)).exp())
-
-
-def _of_owners(batch: TokenBatch, values_S: Tensor) -> Tensor:
-    """[S]: the values, but 0 for sequences without a token, which are not counted either."""
-    return torch.where(batch.lengths_S > 0, values_S, 0.0)
+    return torch.where(batch.lengths_S > 0, (-batch.mean_S(logprobs_T)).exp(), 0.0)
 
 
 def _k3(log_ratio_T: Tensor) -> Tensor:

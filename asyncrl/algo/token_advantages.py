@@ -6,9 +6,8 @@ The sequence's reward is paid at its last action token. Results are float32 [T].
 import torch
 from torch import Tensor
 
-from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.ranges import Positive, Share
-from asyncrl.algo.returns import (
+from asyncrl.algo.group_rewards import (
+    GroupRewards,
     discounted_returns_T,
     from_end_T,
     next_T,
@@ -17,6 +16,7 @@ from asyncrl.algo.returns import (
     running_sum_T,
     whiten,
 )
+from asyncrl.algo.ranges import Positive, Share
 from asyncrl.algo.tokens import log_ratio, segment_sum
 
 WEIGHT_EPS = 1e-8
@@ -110,8 +110,7 @@ def optimal_token_baseline(
     baseline_T = over_group_T(weights_T * returns_T) / (over_group_T(weights_T) + WEIGHT_EPS)
     if zero_tail:
         baseline_T = torch.where(over_group_T(torch.ones_like(returns_T)) == 1, 0.0, baseline_T)
-    compared_T = (rewards.sizes_S > 1)[rewards.sequence_T]
-    return torch.where(compared_T, returns_T - baseline_T, 0.0).float()
+    return rewards.compared_T(returns_T - baseline_T)
 
 
 def _gae(rewards: GroupRewards, gamma: float, gae_lambda: float | Tensor, bootstrap: bool) -> Tensor:

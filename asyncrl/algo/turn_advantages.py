@@ -11,9 +11,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.algo.group_rewards import (
+    GroupRewards,
+    discounted_returns_T,
+    from_end_T,
+    next_T,
+    positions_T,
+    rewards_T,
+    whiten,
+)
 from asyncrl.algo.ranges import NonNegative, Positive, Share
-from asyncrl.algo.returns import discounted_returns_T, from_end_T, next_T, positions_T, rewards_T, whiten
 from asyncrl.algo.tokens import segment_sum
 
 
@@ -26,7 +33,7 @@ def turn_rloo(rewards: GroupRewards) -> Tensor:
     turns = _turns(rewards)
     to_come_K = _exact(discounted_returns_T(rewards_T(turns), turns, 1.0))
     advantages_K = to_come_K - _mean_of_others(to_come_K, _same_turn_K(turns), turns.sequence_T)[0]
-    return _compared_T(advantages_K[rewards.column("turn_T")], rewards)
+    return rewards.compared_T(advantages_K[rewards.column("turn_T")])
 
 
 def gigpo(
@@ -62,7 +69,7 @@ def gigpo(
     every_S = torch.arange(rewards.num_sequences, device=rewards.group_S.device)
     episode_S = compared(rewards.totals_S, rewards.group_S, every_S)
     turn_K = torch.where(states_K == 0, 0.0, compared(to_come_K, cell_K, turns.sequence_T))
-    return _compared_T(episode_S[rewards.sequence_T] + omega * turn_K[rewards.column("turn_T")], rewards)
+    return rewards.compared_T(episode_S[rewards.sequence_T] + omega * turn_K[rewards.column("turn_T")])
 
 
 def mt_grpo(rewards: GroupRewards, *, outcome_weight: NonNegative = 1.0, std_eps: Positive = 1e-6) -> Tensor:
@@ -126,7 +133,7 @@ def _turn_gae(
     if rewards.token_rewards_T is not None:
         token_rewards_T = rewards.token_rewards_T.double()
     turns, turn_T = _turns(replace(rewards, token_rewards_T=None)), rewards.column("turn_T")
-    # The same tokens with turns in the place of sequences: functions of `returns` then stop at turns.
+    # The same tokens with turns in the place of sequences: returns and sums then stop at turns.
     tokens = GroupRewards(
         rewards_S=torch.zeros(turns.tokens, device=turn_T.device),
         group_S=rewards.group_S[turns.sequence_T],
@@ -149,7 +156,7 @@ def _turn_gae(
 
 
 def _turns(rewards: GroupRewards) -> GroupRewards:
-    """The same episodes with turns in the place of tokens: functions of `returns` then run over turns."""
+    """The same episodes with turns in the place of tokens: returns and sums then run over turns."""
     rewards_K = rewards.column("turn_rewards_K").double()
     episode_K = rewards.column("episode_K")
     rest_S = rewards.rewards_S.double() - segment_sum(rewards_K, episode_K, rewards.num_sequences)
@@ -171,11 +178,6 @@ def _same_turn_K(turns: GroupRewards) -> Tensor:
     number_K = positions_T(turns)
     longest = int(number_K.max()) + 1 if number_K.numel() else 0
     return turns.group_S[turns.sequence_T] * longest + number_K
-
-
-def _compared_T(advantages_T: Tensor, rewards: GroupRewards) -> Tensor:
-    """float32 [T]: 0 in a group of one episode."""
-    return torch.where((rewards.sizes_S > 1)[rewards.sequence_T], advantages_T, 0.0).float()
 
 
 def _sizes(cell: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncrl.algo.aggregation import Counts, token_mean
+from asyncrl.algo.losses import value_loss
 from asyncrl.algo.tokens import sums
-from asyncrl.algo.value import value_loss
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.objective import Objective
 from asyncrl.batch.plan import Plan, Planner

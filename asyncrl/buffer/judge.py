@@ -63,27 +63,27 @@ class Gate:
             name = self.name_of(ticket_id)
             where = {"ticket_id": name, "lane": self.lane}
             try:
-                groups.append((self._group(name, frame), frame))
+                group, reason = self._group(name, frame)
             except WireError as error:
                 invalid = "the frame of group %d is not valid and counts as a failed attempt: %s"
                 log.error(invalid, name, error, extra=where)
                 buffer.reject_frame(take, ticket_id, frame, f"{DEAD}: undecodable: {error}")
                 return None
-            except _SetAside as verdict:
-                reason = str(verdict)
+            if reason:
                 log.error("group %d is set aside: %s", name, reason, extra=where)
                 buffer.reject_frame(take, ticket_id, frame, reason, final=True)
-                groups.append((_dead(name, reason), frame))
+            groups.append((group, frame))
         return groups
 
-    def _group(self, name: int, frame: bytes) -> Group:
-        """Return the group of a frame. Raises WireError, or _SetAside to give the ticket up."""
+    def _group(self, name: int, frame: bytes) -> tuple[Group, str]:
+        """Return the group of a frame, and why its ticket must be given up now, or "". Raises WireError."""
         if frame.startswith(GIVEN_UP):
             given = frame.removeprefix(GIVEN_UP)[:4000].decode(errors="replace")
             # A generator can write this text, and its kind becomes the name of a metric.
-            return _dead(name, given if kind_of(given) in (DEAD, UNTRAINABLE, DEADLY) else f"{DEAD}: {given}")
+            is_known = kind_of(given) in (DEAD, UNTRAINABLE, DEADLY)
+            return _dead(name, given if is_known else f"{DEAD}: {given}"), ""
         if reason := self.condemned(frame):
-            raise _SetAside(f"{DEADLY}: {reason}")
+            return _dead(name, found := f"{DEADLY}: {reason}"), found
         group = self.decode(frame)
         if (group.lane, group.ticket_id) != (self.lane, name):
             raise WireError(
@@ -91,14 +91,10 @@ class Gate:
                 f"id {group.ticket_id}"
             )
         if group.dead_reason is not None:
-            return _dead(name, f"{DEAD}: {group.dead_reason}", generator_id=group.generator_id)
+            return _dead(name, f"{DEAD}: {group.dead_reason}", generator_id=group.generator_id), ""
         if reason := trainable(group, self.limits):
-            raise _SetAside(f"{UNTRAINABLE}: {reason}")
-        return group
-
-
-class _SetAside(Exception):
-    """The text is the reason to set a group aside."""
+            return _dead(name, found := f"{UNTRAINABLE}: {reason}"), found
+        return group, ""
 
 
 def _dead(ticket_id: int, reason: str, *, generator_id: str = "") -> Group:

@@ -261,7 +261,7 @@ MUTANTS = [
     # -- several ranks
     one("ranks get the groups in another order", launch("same_bytes", "for frame in collected.frames:", "for frame in reversed(collected.frames):")),
     one("a rank takes one group fewer", launch("same_bytes", "range(int(message))", "range(int(message) - 1)")),
-    one("frames are found by the ticket that they name", client("judge", "groups.append((self._group(name, frame), frame))", "groups.append((self._group(name, frame), groups[0][1] if groups else frame))")),
+    one("frames are found by the ticket that they name", client("judge", "groups.append((group, frame))", "groups.append((group, groups[0][1] if groups else frame))")),
     # -- control messages
     one("anybody speaks for a member", control("zmq", "if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:", "if False:")),
     one("a member is dead after half of the silence", control("membership", "> self._timeout_s]", "> self._timeout_s / 4]")),
