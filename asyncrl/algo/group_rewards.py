@@ -46,17 +46,15 @@ class GroupRewards:
     turn_states_K: Tensor | None = None  # int64, the state in which the turn began; 0 if it has none
 
     def __post_init__(self) -> None:
-        sequences = self.rewards_S.shape
         turns = (0,) if self.episode_K is None else self.episode_K.shape
-        shapes = {"T": self.sequence_T.shape, "S": sequences, "K": turns, "group": (self.num_groups,)}
+        groups = (self.num_groups,)
+        shapes = {"T": self.sequence_T.shape, "S": self.rewards_S.shape, "K": turns, "group": groups}
         # The end of a column's name is its axis.
-        axes = {one.name: one.name.rpartition("_")[2] for one in fields(self)}
-        columns = {name: getattr(self, name) for name, axis in axes.items() if axis in shapes}
-        columns |= {f"parts[{name!r}]": part for name, part in self.parts.items()}
-        for name, column in columns.items():
-            shape = shapes[axes[name]] if name in axes else sequences
-            if column is not None and column.shape != shape:
-                raise ShapeError(f"{name} {list(column.shape)} must have the shape {list(shape)}")
+        columns = [(one.name, one.name.rpartition("_")[2], getattr(self, one.name)) for one in fields(self)]
+        columns += [(f"parts[{name!r}]", "S", part) for name, part in self.parts.items()]
+        for name, axis, column in columns:
+            if axis in shapes and column is not None and column.shape != shapes[axis]:
+                raise ShapeError(f"{name} {list(column.shape)} must have the shape {list(shapes[axis])}")
 
     def column(self, name: str) -> Tensor:
         """Return an optional column. Raises ConfigError if this run does not have it."""
