@@ -19,8 +19,7 @@ import numpy as np
 from asyncrl.algo.draws import best_at_k, maj_at_k, pass_at_k
 from asyncrl.algo.ranges import is_solved
 from asyncrl.buffer.base import LearnerBuffer
-from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.judge import DISCARDED_LINEAGE
+from asyncrl.buffer.judge import DISCARDED_LINEAGE, Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.config.data_section import drawn, error_of, prefix_of
 from asyncrl.config.resolved import eval_digest

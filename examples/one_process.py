@@ -32,9 +32,8 @@ from asyncrl.batch.masks import PlanSettings
 from asyncrl.batch.recipe import Recipe
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.buffer.base import BufferRules
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
-from asyncrl.buffer.judge import make_judge
+from asyncrl.buffer.judge import Gate, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig

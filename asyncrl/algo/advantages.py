@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.algo.group_rewards import GroupRewards, whiten
 from asyncrl.algo.ranges import Positive, Share, ZeroOrOne
-from asyncrl.algo.returns import whiten
 from asyncrl.errors import ConfigError
 
 

@@ -1,7 +1,8 @@
-"""The input of advantage estimators, and the group arithmetic they share.
+"""The input of advantage estimators, and the arithmetic they share: of groups, and along each sequence.
 
 Axes in names:  T action tokens, S sequences (rollouts), K turns, G groups (prompts).
 Rewards are summed and centred in float64, because a variance is a small difference of large numbers.
+Tokens are flat and hold actions only, so returns and GAE carry over tool and user text by construction.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from asyncrl.algo.tokens import segment_sum
 from asyncrl.errors import ConfigError, ShapeError
+
+WHITEN_EPS = 1e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +46,15 @@ class GroupRewards:
     turn_states_K: Tensor | None = None  # int64, the state in which the turn began; 0 if it has none
 
     def __post_init__(self) -> None:
-        sequences = self.rewards_S.shape
         turns = (0,) if self.episode_K is None else self.episode_K.shape
-        shapes = {"T": self.sequence_T.shape, "S": sequences, "K": turns, "group": (self.num_groups,)}
+        groups = (self.num_groups,)
+        shapes = {"T": self.sequence_T.shape, "S": self.rewards_S.shape, "K": turns, "group": groups}
         # The end of a column's name is its axis.
-        axes = {one.name: one.name.rpartition("_")[2] for one in fields(self)}
-        columns = {name: getattr(self, name) for name, axis in axes.items() if axis in shapes}
-        columns |= {f"parts[{name!r}]": part for name, part in self.parts.items()}
-        for name, column in columns.items():
-            shape = shapes[axes[name]] if name in axes else sequences
-            if column is not None and column.shape != shape:
-                raise ShapeError(f"{name} {list(column.shape)} must have the shape {list(shape)}")
+        columns = [(one.name, one.name.rpartition("_")[2], getattr(self, one.name)) for one in fields(self)]
+        columns += [(f"parts[{name!r}]", "S", part) for name, part in self.parts.items()]
+        for name, axis, column in columns:
+            if axis in shapes and column is not None and column.shape != shapes[axis]:
+                raise ShapeError(f"{name} {list(column.shape)} must have the shape {list(shapes[axis])}")
 
     def column(self, name: str) -> Tensor:
         """Return an optional column. Raises ConfigError if this run does not have it."""
@@ -114,3 +115,54 @@ class GroupRewards:
     def per_token(self, values_S: Tensor) -> Tensor:
         """float32 [T]: each token gets the value of its sequence."""
         return values_S[self.sequence_T].float()
+
+    def compared_T(self, values_T: Tensor) -> Tensor:
+        """float32 [T]: the values, but 0 in a group of one, which is compared with nothing."""
+        return torch.where((self.sizes_S > 1)[self.sequence_T], values_T, 0.0).float()
+
+    @property
+    def positions_T(self) -> Tensor:
+        """int64 [T]: 0 for the first action token of each sequence."""
+        starts_S = self.lengths_S.cumsum(0) - self.lengths_S
+        return torch.arange(self.tokens, device=self.sequence_T.device) - starts_S[self.sequence_T]
+
+    @property
+    def rewards_T(self) -> Tensor:
+        """float64 [T]: the sequence's reward at its last action token, plus the rewards of single tokens."""
+        is_last_T = self.from_end_T == 0
+        token_rewards_T = 0.0 if self.token_rewards_T is None else self.token_rewards_T.double()
+        return torch.where(is_last_T, self.rewards_S.double()[self.sequence_T], 0.0) + token_rewards_T
+
+    def discounted_returns_T(self, values_T: Tensor, discount: float | Tensor) -> Tensor:
+        """[T]: y_t = x_t + discount * y_(t+1) within each sequence; `discount` is one number, or [S]."""
+        row_T = self.from_end_T
+        longest = int(row_T.max()) + 1 if self.tokens else 0
+        # One row per distance from the end, so that one vector operation advances all sequences together.
+        padded = torch.zeros(longest, self.num_sequences, dtype=values_T.dtype, device=values_T.device)
+        padded[row_T, self.sequence_T] = values_T
+        for row in range(1, longest):
+            padded[row] += discount * padded[row - 1]
+        return padded[row_T, self.sequence_T]
+
+    def next_T(self, values_T: Tensor) -> Tensor:
+        """[T]: the value of the next token of the sequence, 0 after the last."""
+        return torch.where(self.from_end_T == 0, 0.0, values_T.roll(-1))
+
+    def running_sum_T(self, values_T: Tensor) -> Tensor:
+        """[T]: sum of the values from the first token of the sequence up to each token."""
+        through_T = values_T.cumsum(0)
+        first_T = torch.arange(self.tokens, device=values_T.device) - self.positions_T
+        return through_T - (through_T - values_T)[first_T]
+
+    @property
+    def from_end_T(self) -> Tensor:
+        """int64 [T]: 0 for the last action token of each sequence."""
+        return self.lengths_S[self.sequence_T] - 1 - self.positions_T
+
+
+def whiten(values: Tensor) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8), unbiased variance; a single value becomes 0."""
+    if values.numel() == 0:
+        return values
+    centred = values - values.mean()
+    return centred * torch.rsqrt(centred.square().sum() / max(values.numel() - 1, 1) + WHITEN_EPS)

@@ -1,4 +1,4 @@
-"""Policy losses: pure functions of tensors, one value per action token.
+"""Losses of policy and critic: pure functions of tensors, one value per action token.
 
 A is the advantage, w the constant importance weight of the correction (behaviour to proximal,
 `batch.weights_T`), d = ln pi - ln pi_anchor clamped to +-20, r = exp(d). The anchor is the proximal policy,
@@ -52,19 +52,24 @@ def ppo_clip(
             nats per token (`within_drift`).
         top_entropy: trained share of each sequence's tokens, those of highest entropy
             (`highest_entropy`).
-        entropy_T: float32 in nats, needed for `top_entropy` below 1.
+        entropy_T: float32 in nats; without it, `top_entropy` below 1 raises ConfigError.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347) eq. 7; Hilton et al. 2021 (arXiv:2110.00641);
     Yu et al. 2025 (arXiv:2503.14476) sec. 3.1; Ye et al. 2019 (arXiv:1912.09729).
     """
     ratio_T = policy_ratio(batch, logprobs_T, level)
-    losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
+    losses_T, metrics = _clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     if dual_clip is not None:
         ceiling_T = -batch.advantages_T * dual_clip
         beyond_T = (batch.advantages_T < 0) & (losses_T > ceiling_T)
         losses_T = torch.where(beyond_T, ceiling_T, losses_T)
         metrics |= sums(dual_clipped=beyond_T)
-    keep_T = select(batch, logprobs_T, entropy_T, max_drift=max_drift, top_entropy=top_entropy)
+    keep_T = None if max_drift is None else within_drift(batch, logprobs_T, max_drift)
+    if top_entropy < 1.0:
+        if entropy_T is None:
+            raise ConfigError(f"top_entropy is {top_entropy}, but no entropies were computed; set it to 1.0")
+        high_T = highest_entropy(batch, entropy_T, top_entropy)
+        keep_T = high_T if keep_T is None else keep_T & high_T
     if keep_T is None:
         return TokenLoss(batch.weighted(losses_T), metrics)
     losses_T = torch.where(keep_T, losses_T, 0.0)
@@ -136,7 +141,7 @@ def cfpo(batch: TokenBatch, logprobs_T: Tensor, *, epsilon: Positive = 0.2) -> T
     return TokenLoss(batch.weighted(pull_T - ratio_T * batch.advantages_T))
 
 
-def clipped_surrogate(
+def _clipped_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[T]: -min(r A, clip(r) A); and how many tokens the clip removed from the gradient on either side."""
@@ -146,24 +151,6 @@ def clipped_surrogate(
         clipped_low=(advantages_T < 0) & (ratio_T < 1.0 - clip_low),
         clipped_high=(advantages_T > 0) & (ratio_T > 1.0 + clip_high),
     )
-
-
-def select(
-    batch: TokenBatch,
-    logprobs_T: Tensor,
-    entropy_T: Tensor | None,
-    *,
-    max_drift: float | None,
-    top_entropy: float,
-) -> Tensor | None:
-    """bool [T]: the tokens to train, or None for all. Raises ConfigError if entropies are missing."""
-    keep_T = None if max_drift is None else within_drift(batch, logprobs_T, max_drift)
-    if top_entropy < 1.0:
-        if entropy_T is None:
-            raise ConfigError(f"top_entropy is {top_entropy}, but no entropies were computed; set it to 1.0")
-        high_T = highest_entropy(batch, entropy_T, top_entropy)
-        keep_T = high_T if keep_T is None else keep_T & high_T
-    return keep_T
 
 
 def within_drift(batch: TokenBatch, logprobs_T: Tensor, limit: float) -> Tensor:
@@ -202,7 +189,7 @@ def gspo(
     2025 (arXiv:2507.18071), the GSPO-token form.
     """
     ratio_T = policy_ratio(batch, logprobs_T, "geometric")
-    losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
+    losses_T, metrics = _clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     return TokenLoss(batch.weighted(losses_T), metrics)
 
 
@@ -335,7 +322,7 @@ def clip_cov(
     At least one token is left out if any qualifies. Tokens that the clip has removed already are not drawn.
     """
     ratio_T = log_ratio(logprobs_T, batch.anchor_logprobs_T).exp()
-    losses_T, metrics = clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
+    losses_T, metrics = _clipped_surrogate(ratio_T, batch.advantages_T, clip_low, clip_high)
     covariance_T = _covariance(batch, logprobs_T)
     is_clipped_T = ratio_T.detach() * batch.advantages_T > -losses_T.detach()
     is_high_T = (covariance_T > covariance_low) & (covariance_T < covariance_high)
@@ -372,3 +359,31 @@ def _covariance(batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
 
 def _number(batch: TokenBatch, share: float) -> int:
     return max(int(share * batch.tokens), 1)
+
+
+def value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: Positive | None = 0.5
+) -> TokenLoss:
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; clip null: (V - R)^2 / 2.
+
+    Args:
+        values_T: values of the current critic, with gradient.
+        old_values_T: the values that the advantages were computed from.
+        returns_T: targets, from `token_advantages.value_targets`.
+
+    Source: Schulman et al. 2017, openai/baselines ppo2.
+    """
+    errors_T = (values_T - returns_T).square()
+    if clip is None:
+        return TokenLoss(0.5 * errors_T)
+    clipped_T = torch.clamp(values_T, old_values_T - clip, old_values_T + clip)
+    clipped_errors_T = (clipped_T - returns_T).square()
+    losses_T = 0.5 * torch.maximum(errors_T, clipped_errors_T)
+    return TokenLoss(losses_T, sums(value_clipped=clipped_errors_T > errors_T))
+
+
+def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
+    """1 - Var(R - V) / Var(R): 1 is perfect, 0 is no better than a constant. 0 if all returns are equal."""
+    spread = returns_T.double().var(correction=0)
+    unexplained = (returns_T.double() - values_T.double()).var(correction=0)
+    return float(1.0 - unexplained / spread) if spread > 0 else 0.0

@@ -13,7 +13,7 @@ Axes in names:  T action tokens, S sequences (rollouts), G groups.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -67,7 +67,10 @@ def policy_metrics(
         log_ratio_T = torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T))
         columns |= _ratio_columns(name, batch, log_ratio_T)
         if name == "mismatch" and batch.turn_part_T is not None:
-            columns |= _turn_columns(batch.turn_part_T, log_ratio_T)
+            # How far generator and learner are apart in each part of a conversation.
+            for index, turn in enumerate(TURNS):
+                is_T = batch.turn_part_T == index
+                columns |= {f"tokens/{turn}": is_T, f"mismatch/turn/{turn}": log_ratio_T.abs() * is_T}
     if entropy_T is not None:
         columns["policy/entropy"] = entropy_T
     if batch.reference_logprobs_T is not None:
@@ -106,16 +109,20 @@ def merge(parts: Iterable[Mapping[str, float | Tensor]]) -> dict[str, float]:
     The host waits for the device once, whatever the number of parts.
     """
     merged: dict[str, float] = {}
-    for part in _read(list(parts)):
-        for name, value in part.items():
-            if name not in merged:
-                merged[name] = value
-            elif name.endswith("/max"):
-                merged[name] = _larger(merged[name], value)
-            elif name.endswith("/min"):
-                merged[name] = -_larger(-merged[name], -value)
-            else:
-                merged[name] += value
+    listed = [(name, value) for part in parts for name, value in part.items()]
+    tensors = [value for _, value in listed if isinstance(value, Tensor)]
+    on_device = [value.detach().to(tensors[0].device, torch.float64) for value in tensors]
+    numbers = iter(torch.stack(on_device).tolist() if on_device else [])
+    for name, found in listed:
+        value = next(numbers) if isinstance(found, Tensor) else found
+        if name not in merged:
+            merged[name] = value
+        elif name.endswith("/max"):
+            merged[name] = _larger(merged[name], value)
+        elif name.endswith("/min"):
+            merged[name] = -_larger(-merged[name], -value)
+        else:
+            merged[name] += value
     return merged
 
 
@@ -148,15 +155,6 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
     return published
 
 
-def _read(parts: Sequence[Mapping[str, float | Tensor]]) -> Iterator[dict[str, float]]:
-    """Each part with numbers in place of tensors, which come from their device in one transfer."""
-    tensors = [value for part in parts for value in part.values() if isinstance(value, Tensor)]
-    values = [value.detach().to(tensors[0].device, torch.float64) for value in tensors]
-    numbers = iter(torch.stack(values).tolist() if values else [])
-    for part in parts:
-        yield {name: next(numbers) if isinstance(value, Tensor) else value for name, value in part.items()}
-
-
 def _denominator(name: str) -> str:
     """The count that a sum is divided by."""
     first, last = name.split("/")[0], name.rsplit("/", 1)[-1]
@@ -187,16 +185,9 @@ def _ratio_columns(name: str, batch: TokenBatch, log_ratio_T: Tensor) -> dict[st
         f"{name}/ratio/max": ratio_T,
         f"{name}/ratio/min": ratio_T,
         f"{name}/abs_log_ratio/max": log_ratio_T.abs(),
-        f"{name}/perplexity_ratio": _of_owners(batch, (-batch.mean_S(log_ratio_T)).exp()),
+        f"{name}/perplexity_ratio": _perplexity_S(batch, log_ratio_T),
         f"{name}/chi2_sequence": torch.expm1(2.0 * product_S),
     }
-
-
-def _turn_columns(part_T: Tensor, log_ratio_T: Tensor) -> dict[str, Tensor]:
-    """Columns for each part of `TURNS`: its tokens, and how far generator and learner are apart."""
-    of = {name: part_T == index for index, name in enumerate(TURNS)}
-    counts = {f"tokens/{name}": is_T for name, is_T in of.items()}
-    return counts | {f"mismatch/turn/{name}": log_ratio_T.abs() * is_T for name, is_T in of.items()}
 
 
 def _batch_columns(batch: TokenBatch) -> dict[str, Tensor]:
@@ -241,14 +232,9 @@ def length_bands(lengths: Tensor, max_response_tokens: int) -> Tensor:
 
 
 def _perplexity_S(batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
-    """exp of the mean negative log-probability; 0 for an empty sequence."""
+    """exp of the mean negative log-probability; 0 for an empty sequence, which is not counted either."""
     logprobs_T = logprobs_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return _of_owners(batch, (-batch.mean_S(logprobs_T)).exp())
-
-
-def _of_owners(batch: TokenBatch, values_S: Tensor) -> Tensor:
-    """[S]: the values, but 0 for sequences without a token, which are not counted either."""
-    return torch.where(batch.lengths_S > 0, values_S, 0.0)
+    return torch.where(batch.lengths_S > 0, (-batch.mean_S(logprobs_T)).exp(), 0.0)
 
 
 def _k3(log_ratio_T: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def preference_metrics(rewards: GroupRewards) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class _Pairs:
     """Pairs of episodes [P], by their indices among the sequences of a batch."""
 
     chosen_P: Tensor  # int64
@@ -142,7 +142,7 @@ class Pairs:
 
 def pairs_of(
     rewards: GroupRewards, pairs: Literal["best_worst", "all"] = "best_worst", margin: float = 0.0
-) -> Pairs:
+) -> _Pairs:
     """Pair the episodes of each group that have an action token and unlike rewards."""
     indices_S = torch.arange(rewards.num_sequences, device=rewards.rewards_S.device)[rewards.lengths_S > 0]
     sizes = torch.bincount(rewards.group_S[indices_S], minlength=rewards.num_groups).tolist()
@@ -157,10 +157,10 @@ def pairs_of(
             chosen, rejected = is_pair_MM.nonzero(as_tuple=True)
             found.append((members[chosen], members[rejected], found[0][2].new_full((count,), 1.0 / count)))
     chosen_P, rejected_P, weight_P = (torch.cat(column) for column in zip(*found, strict=True))
-    return Pairs(chosen_P, rejected_P, weight_P, len(found) - 1)
+    return _Pairs(chosen_P, rejected_P, weight_P, len(found) - 1)
 
 
-def _advantages(rewards: GroupRewards, pairs: Pairs, slope_P: Tensor, *, rejects: bool = True) -> Tensor:
+def _advantages(rewards: GroupRewards, pairs: _Pairs, slope_P: Tensor, *, rejects: bool = True) -> Tensor:
     """float32 [T]: the slopes of the pairs, + for the chosen and - for the rejected, times S / P."""
     scale = int((rewards.lengths_S > 0).sum()) / max(pairs.groups, 1)
     slope_P = slope_P * pairs.weight_P * scale

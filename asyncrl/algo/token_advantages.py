@@ -6,17 +6,8 @@ The sequence's reward is paid at its last action token. Results are float32 [T].
 import torch
 from torch import Tensor
 
-from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.algo.group_rewards import GroupRewards, whiten
 from asyncrl.algo.ranges import Positive, Share
-from asyncrl.algo.returns import (
-    discounted_returns_T,
-    from_end_T,
-    next_T,
-    positions_T,
-    rewards_T,
-    running_sum_T,
-    whiten,
-)
 from asyncrl.algo.tokens import log_ratio, segment_sum
 
 WEIGHT_EPS = 1e-8
@@ -63,7 +54,7 @@ def value_targets(
 
 def reinforce_plus_plus(rewards: GroupRewards, *, gamma: Share = 1.0) -> Tensor:
     """Discounted returns, whitened over the tokens of the batch. Source: Hu 2025 (arXiv:2501.03262)."""
-    return whiten(discounted_returns_T(rewards_T(rewards), rewards, gamma)).float()
+    return whiten(rewards.discounted_returns_T(rewards.rewards_T, gamma)).float()
 
 
 def remax(rewards: GroupRewards) -> Tensor:
@@ -72,7 +63,7 @@ def remax(rewards: GroupRewards) -> Tensor:
     Source: Li et al. 2023 (arXiv:2310.10505).
     """
     greedy_S = rewards.column("greedy_rewards_group").double()[rewards.group_S]
-    return (discounted_returns_T(rewards_T(rewards), rewards, 1.0) - greedy_S[rewards.sequence_T]).float()
+    return (rewards.discounted_returns_T(rewards.rewards_T, 1.0) - greedy_S[rewards.sequence_T]).float()
 
 
 def optimal_token_baseline(
@@ -97,10 +88,10 @@ def optimal_token_baseline(
         behaviour_logprobs_T = rewards.column("behaviour_logprobs_T").double()
         ratio_T = log_ratio(rewards.column("logprobs_T").double(), behaviour_logprobs_T).exp()
         gradient_norms_T = gradient_norms_T * ratio_T.clamp(max=weight_cap).square()
-    weights_T = running_sum_T(gradient_norms_T, rewards)
-    returns_T = discounted_returns_T(rewards_T(rewards), rewards, 1.0)
+    weights_T = rewards.running_sum_T(gradient_norms_T)
+    returns_T = rewards.discounted_returns_T(rewards.rewards_T, 1.0)
 
-    position_T = positions_T(rewards)
+    position_T = rewards.positions_T
     width = int(position_T.max()) + 1 if rewards.tokens else 0
     cell_T = rewards.group_S[rewards.sequence_T] * width + position_T
 
@@ -110,18 +101,17 @@ def optimal_token_baseline(
     baseline_T = over_group_T(weights_T * returns_T) / (over_group_T(weights_T) + WEIGHT_EPS)
     if zero_tail:
         baseline_T = torch.where(over_group_T(torch.ones_like(returns_T)) == 1, 0.0, baseline_T)
-    compared_T = (rewards.sizes_S > 1)[rewards.sequence_T]
-    return torch.where(compared_T, returns_T - baseline_T, 0.0).float()
+    return rewards.compared_T(returns_T - baseline_T)
 
 
 def _gae(rewards: GroupRewards, gamma: float, gae_lambda: float | Tensor, bootstrap: bool) -> Tensor:
     values_T = rewards.column("values_T").double()
-    following_T = next_T(values_T, rewards)
+    following_T = rewards.next_T(values_T)
     if bootstrap:
-        was_cut_T = rewards.column("truncated_S")[rewards.sequence_T] & (from_end_T(rewards) == 0)
+        was_cut_T = rewards.column("truncated_S")[rewards.sequence_T] & (rewards.from_end_T == 0)
         following_T = torch.where(was_cut_T, values_T, following_T)
-    deltas_T = rewards_T(rewards) + gamma * following_T - values_T
-    return discounted_returns_T(deltas_T, rewards, gamma * gae_lambda)
+    deltas_T = rewards.rewards_T + gamma * following_T - values_T
+    return rewards.discounted_returns_T(deltas_T, gamma * gae_lambda)
 
 
 def _lambda(rewards: GroupRewards, gae_lambda: float, length_alpha: float | None) -> float | Tensor:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.algo.ranges import MOST_KEPT, MOST_REWARD, MOST_SEQUENCES
 from asyncrl.columns import COLUMNS, KEPT_COUNTS, KEPT_IDS, NONE, TEACHER
-from asyncrl.types import Group, Rollout, Turns
+from asyncrl.types import Group, Rollout
 
 # The reason in counts and dead letters.
 UNTRAINABLE = "untrainable"
@@ -55,23 +55,29 @@ def _faults(group: Group, limits: GroupLimits) -> Iterator[str]:
     if not 1 <= count <= limits.rollouts or (limits.whole and count != limits.rollouts):
         noun = "rollouts" if group.episode_of is None else "episodes"
         yield f"{count} {noun}, {'exactly' if limits.whole else '1 to'} {limits.rollouts} are allowed"
-    if not 0 <= group.finished_version <= MOST_VERSION:
-        yield f"finished_version {group.finished_version} is no version"
-    if len(group.generator_id) > MOST_CHARACTERS:
-        yield f"a generator_id of {len(group.generator_id)} characters, {MOST_CHARACTERS} are allowed"
-    for name, seconds in (("sampling_s", group.sampling_s), ("reward_s", group.reward_s)):
-        if not 0 <= seconds <= LONGEST_S:  # false for NaN
-            yield f"{name} {seconds:g} is no duration, 0 to {LONGEST_S:g} are allowed"
-    for at in group.times or ():
-        if not 0 <= at <= LATEST_AT:
-            yield f"times {at:g} is no time of day"
-    if group.greedy_reward is not None and not abs(group.greedy_reward) <= MOST_REWARD:
-        yield f"greedy_reward {group.greedy_reward:g}, at most {MOST_REWARD:g} is allowed"
+    greedy = [] if group.greedy_reward is None else [group.greedy_reward]
+    for name, values, lowest, highest in (
+        ("finished_version", group.finished_version, 0, MOST_VERSION),
+        ("length of generator_id", len(group.generator_id), 0, MOST_CHARACTERS),
+        ("sampling_s", group.sampling_s, 0, LONGEST_S),
+        ("reward_s", group.reward_s, 0, LONGEST_S),
+        ("time of day", list(group.times or ()), 0, LATEST_AT),
+        ("greedy_reward", greedy, -MOST_REWARD, MOST_REWARD),
+        ("number of episode metrics", len(group.episode_metrics), 0, MOST_PARTS),
+    ):
+        yield from _beyond(name, values, lowest, highest)
     for index, rollout in enumerate(group.rollouts):
         yield from (f"rollout {index}: {fault}" for fault in _rollout_faults(rollout, limits))
     yield from _recorded_faults(group.recorded, limits)
     yield from _episode_faults(group) if group.episode_of is not None else ()
-    yield from _metric_faults(group) if group.episode_metrics or group.missing else ()
+    for metric, column in group.episode_metrics.items():
+        if not is_name(metric):
+            yield f"an episode metric has the name {metric[:MOST_CHARACTERS]!r}, {NAME} are allowed"
+        yield from _beyond(f"episode metric {metric}", column[~np.isnan(column)], -MOST_REWARD, MOST_REWARD)
+    for reason, episodes in group.missing.items():
+        if not is_name(reason) or not 1 <= episodes <= MOST_VERSION:
+            where = f"missing[{reason[:MOST_CHARACTERS]!r}] is {episodes}"
+            yield f"{where}; a name of {NAME}, and 1 episode or more are allowed"
 
 
 def _episode_faults(group: Group) -> Iterator[str]:
@@ -83,51 +89,40 @@ def _episode_faults(group: Group) -> Iterator[str]:
             yield f"episode {index}: its rollouts have different rewards, answers or finish reasons"
 
 
-def _metric_faults(group: Group) -> Iterator[str]:
-    if len(group.episode_metrics) > MOST_PARTS:
-        yield f"{len(group.episode_metrics)} episode metrics, {MOST_PARTS} are allowed"
-    for name, values in group.episode_metrics.items():
-        if not is_name(name):
-            yield f"an episode metric has the name {name[:MOST_CHARACTERS]!r}, {NAME} are allowed"
-        if (wrong := _outside(values[~np.isnan(values)], -MOST_REWARD, MOST_REWARD)) is not None:
-            yield f"episode metric {name} is {wrong:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
-    for reason, episodes in group.missing.items():
-        if not is_name(reason) or not 1 <= episodes <= MOST_VERSION:
-            where = f"missing[{reason[:MOST_CHARACTERS]!r}] is {episodes}"
-            yield f"{where}; a name of {NAME}, and 1 episode or more are allowed"
-
-
 def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
-    prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
-    if not prompt or not response:
-        yield f"a prompt of {prompt} tokens with a response of {response}; each needs 1 at least"
-    if prompt + response > limits.max_tokens:
-        yield f"{prompt + response} tokens, {limits.max_tokens} are allowed"
-    for name, ids in (("prompt", rollout.prompt_ids), ("response", rollout.response_ids)):
-        if (wrong := _outside(ids, 0, limits.vocabulary - 1)) is not None:
-            yield f"{name} token {wrong:.0f} is outside the vocabulary of {limits.vocabulary}"
-    yield from _logprob_faults(rollout, limits)
-    for span in rollout.version_spans:
-        if not (0 <= span.version <= MOST_VERSION and span.tokens > 0):
-            yield f"{span.tokens} tokens of version {span.version}; versions start at 0, tokens at 1"
-    if len(rollout.finish_reason) > MOST_CHARACTERS:
-        yield f"a finish reason of {len(rollout.finish_reason)} characters, {MOST_CHARACTERS} are allowed"
-    if rollout.answer is not None and len(rollout.answer) > MOST_CHARACTERS:
-        yield f"an answer of {len(rollout.answer)} characters, {MOST_CHARACTERS} are allowed"
+    prompt, response, parts = len(rollout.prompt_ids), len(rollout.response_ids), rollout.reward_parts
+    turn_rewards = None if rollout.turns is None else rollout.turns.rewards
+    for name, values, lowest, highest in (
+        ("length of the prompt", prompt, 1, np.inf),
+        ("length of the response", response, 1, np.inf),
+        ("length of prompt and response", prompt + response, 0, limits.max_tokens),
+        ("token of the prompt", rollout.prompt_ids, 0, limits.vocabulary - 1),
+        ("token of the response", rollout.response_ids, 0, limits.vocabulary - 1),
+        ("log-probability", rollout.behaviour_logprobs, -MOST_NATS, ROUNDING_NATS),
+        ("log-probability of the teacher", rollout.recorded.get(TEACHER, ()), -MOST_NATS, ROUNDING_NATS),
+        ("version", [span.version for span in rollout.version_spans], 0, MOST_VERSION),
+        ("length of a version", [span.tokens for span in rollout.version_spans], 1, np.inf),
+        ("length of the finish reason", len(rollout.finish_reason), 0, MOST_CHARACTERS),
+        ("length of the answer", len(rollout.answer or ""), 0, MOST_CHARACTERS),
+        ("number of reward parts", len(parts), 0, MOST_PARTS),
+        ("length of the name of a reward part", list(map(len, parts)), 0, MOST_CHARACTERS),
+        ("reward", rollout.reward, -MOST_REWARD, MOST_REWARD),
+        *((f"reward part {part:.{MOST_CHARACTERS}}", value, -MOST_REWARD, MOST_REWARD)
+          for part, value in parts.items()),
+        ("turn reward", () if turn_rewards is None else turn_rewards, -MOST_REWARD, MOST_REWARD),
+    ):  # fmt: skip
+        yield from _beyond(name, values, lowest, highest)
+    for required in limits.required:
+        if required not in rollout.recorded:
+            yield f"no column {required}, which this run needs"
     yield from _recorded_faults(rollout.recorded, limits)
     if KEPT_COUNTS in rollout.recorded or KEPT_IDS in rollout.recorded:
         yield from _kept_faults(rollout)
-    yield from _reward_faults(rollout)
-    yield from _turn_faults(rollout, rollout.turns) if rollout.turns else ()
-
-
-def _logprob_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
-    for logprobs in (rollout.behaviour_logprobs, rollout.recorded.get(TEACHER, np.zeros(0))):
-        if (wrong := _outside(logprobs, -MOST_NATS, ROUNDING_NATS)) is not None:
-            yield f"log-probability {wrong:g}, {-MOST_NATS:g} to {ROUNDING_NATS:g} are allowed"
-    for name in limits.required:
-        if name not in rollout.recorded:
-            yield f"no column {name}, which this run needs"
+    if rollout.turns is not None:
+        ends = rollout.turns.ends
+        last = int(ends[-1]) if len(ends) else 0
+        if not rollout.action_mask[ends - 1].all() or rollout.action_mask[last:].any():
+            yield f"{len(ends)} turns; each ends with an action, and the last one with the last action"
 
 
 def _recorded_faults(recorded: Mapping[str, NDArray[Any]], limits: GroupLimits) -> Iterator[str]:
@@ -137,9 +132,7 @@ def _recorded_faults(recorded: Mapping[str, NDArray[Any]], limits: GroupLimits) 
         if list(column.shape[1:]) != (sizes := [limits.sizes.get(axis) for axis in axes]):
             yield f"{name} has entries of the shape {list(column.shape[1:])}; {sizes} of {axes} are allowed"
         if (of := COLUMNS[name].below) is not None:
-            most = limits.sizes.get(of, 0) - 1
-            if (wrong := _outside(column, NONE, most)) is not None:
-                yield f"{name} has {wrong:.0f}, but {of} are {NONE} (none) to {most}"
+            yield from _beyond(f"entry of {name} ({of})", column, NONE, limits.sizes.get(of, 0) - 1)
 
 
 def _kept_faults(rollout: Rollout) -> Iterator[str]:
@@ -157,24 +150,6 @@ def _kept_faults(rollout: Rollout) -> Iterator[str]:
         yield "kept_ids must have each sampled token among those of its place, and none of other tokens"
 
 
-def _turn_faults(rollout: Rollout, turns: Turns) -> Iterator[str]:
-    last = int(turns.ends[-1]) if len(turns.ends) else 0
-    if not rollout.action_mask[turns.ends - 1].all() or rollout.action_mask[last:].any():
-        yield f"{len(turns.ends)} turns; each ends with an action, and the last one with the last action"
-    rewards = np.zeros(0) if turns.rewards is None else turns.rewards
-    if (wrong := _outside(rewards, -MOST_REWARD, MOST_REWARD)) is not None:
-        yield f"turn reward {wrong:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
-
-
-def _reward_faults(rollout: Rollout) -> Iterator[str]:
-    parts = rollout.reward_parts
-    if len(parts) > MOST_PARTS or any(len(name) > MOST_CHARACTERS for name in parts):
-        yield f"{len(parts)} reward parts; {MOST_PARTS} with {MOST_CHARACTERS} characters each are allowed"
-    for name, value in (("reward", rollout.reward), *parts.items()):
-        if not abs(value) <= MOST_REWARD:
-            yield f"{name[:MOST_CHARACTERS]} {value:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
-
-
 def is_name(text: str) -> bool:
     """Return whether the text can be the name of a published metric."""
     return 0 < len(text) <= MOST_CHARACTERS and all(
@@ -182,10 +157,13 @@ def is_name(text: str) -> bool:
     )
 
 
-def _outside(values: NDArray[np.generic], lowest: float, highest: float) -> float | None:
-    """One of `values` that is NaN or not between `lowest` and `highest`, if there is any."""
-    if not len(values):
-        return None
-    extremes = float(values.min()), float(values.max())
-    # The comparison is false for NaN.
-    return next((value for value in extremes if not lowest <= value <= highest), None)
+def _beyond(name: str, values: Any, lowest: float, highest: float) -> Iterator[str]:
+    """Yield a fault for each of `values`, or the only one, that is NaN or not between `lowest` and `highest`.
+
+    Of an array, only the extremes are looked at: this runs for all tokens of each group.
+    """
+    if isinstance(values, np.ndarray):
+        values = (values.min(), values.max()) if len(values) else ()
+    for value in values if isinstance(values, list | tuple) else (values,):
+        if not lowest <= value <= highest:  # false for NaN
+            yield f"{name} is {value:.12g}, {lowest:.12g} to {highest:.12g} are allowed"

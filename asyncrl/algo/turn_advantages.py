@@ -11,9 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.algo.group_rewards import GroupRewards, whiten
 from asyncrl.algo.ranges import NonNegative, Positive, Share
-from asyncrl.algo.returns import discounted_returns_T, from_end_T, next_T, positions_T, rewards_T, whiten
 from asyncrl.algo.tokens import segment_sum
 
 
@@ -24,9 +23,9 @@ def turn_rloo(rewards: GroupRewards) -> Tensor:
     the gradient has no bias, also if the policy decides when an episode ends.
     """
     turns = _turns(rewards)
-    to_come_K = _exact(discounted_returns_T(rewards_T(turns), turns, 1.0))
+    to_come_K = _exact(turns.discounted_returns_T(turns.rewards_T, 1.0))
     advantages_K = to_come_K - _mean_of_others(to_come_K, _same_turn_K(turns), turns.sequence_T)[0]
-    return _compared_T(advantages_K[rewards.column("turn_T")], rewards)
+    return rewards.compared_T(advantages_K[rewards.column("turn_T")])
 
 
 def gigpo(
@@ -48,7 +47,7 @@ def gigpo(
     Source: Feng et al. 2025 (arXiv:2505.10978) eq. 8.
     """
     turns = _turns(rewards)
-    to_come_K = _exact(discounted_returns_T(rewards_T(turns), turns, gamma))
+    to_come_K = _exact(turns.discounted_returns_T(turns.rewards_T, gamma))
     states_K = rewards.column("turn_states_K")
     _, state_K = torch.unique(states_K, return_inverse=True)
     group_K = rewards.group_S[turns.sequence_T]
@@ -62,7 +61,7 @@ def gigpo(
     every_S = torch.arange(rewards.num_sequences, device=rewards.group_S.device)
     episode_S = compared(rewards.totals_S, rewards.group_S, every_S)
     turn_K = torch.where(states_K == 0, 0.0, compared(to_come_K, cell_K, turns.sequence_T))
-    return _compared_T(episode_S[rewards.sequence_T] + omega * turn_K[rewards.column("turn_T")], rewards)
+    return rewards.compared_T(episode_S[rewards.sequence_T] + omega * turn_K[rewards.column("turn_T")])
 
 
 def mt_grpo(rewards: GroupRewards, *, outcome_weight: NonNegative = 1.0, std_eps: Positive = 1e-6) -> Tensor:
@@ -125,24 +124,31 @@ def _turn_gae(
     token_rewards_T = torch.zeros_like(values_T)
     if rewards.token_rewards_T is not None:
         token_rewards_T = rewards.token_rewards_T.double()
-    turns = _turns(replace(rewards, token_rewards_T=None))
-    tokens = _tokens_of_turns(rewards, turns)
-    turn_T, is_last_T = tokens.sequence_T, from_end_T(tokens) == 0
+    turns, turn_T = _turns(replace(rewards, token_rewards_T=None)), rewards.column("turn_T")
+    # The same tokens with turns in the place of sequences: returns and sums then stop at turns.
+    tokens = GroupRewards(
+        rewards_S=torch.zeros(turns.tokens, device=turn_T.device),
+        group_S=rewards.group_S[turns.sequence_T],
+        num_groups=rewards.num_groups,
+        lengths_S=torch.bincount(turn_T, minlength=turns.tokens),
+        sequence_T=turn_T,
+    )
+    is_last_T = tokens.from_end_T == 0
 
     def at_last_K(column_T: Tensor) -> Tensor:
         return segment_sum(torch.where(is_last_T, column_T, 0.0), turn_T, turns.tokens)
 
     before_last_K = segment_sum(token_rewards_T, turn_T, turns.tokens) - at_last_K(token_rewards_T)
-    rewards_K = rewards_T(turns) + at_last_K(token_rewards_T) + next_T(before_last_K, turns)
+    rewards_K = turns.rewards_T + at_last_K(token_rewards_T) + turns.next_T(before_last_K)
     values_K = at_last_K(values_T)
-    deltas_K = rewards_K + gamma * next_T(values_K, turns) - values_K
-    advantages_K = discounted_returns_T(deltas_K, turns, gamma * gae_lambda)
-    deltas_T = token_rewards_T + token_gamma * next_T(values_T, tokens) - values_T
-    return discounted_returns_T(torch.where(is_last_T, advantages_K[turn_T], deltas_T), tokens, token_decay)
+    deltas_K = rewards_K + gamma * turns.next_T(values_K) - values_K
+    advantages_K = turns.discounted_returns_T(deltas_K, gamma * gae_lambda)
+    deltas_T = token_rewards_T + token_gamma * tokens.next_T(values_T) - values_T
+    return tokens.discounted_returns_T(torch.where(is_last_T, advantages_K[turn_T], deltas_T), token_decay)
 
 
 def _turns(rewards: GroupRewards) -> GroupRewards:
-    """The same episodes with turns in the place of tokens: functions of `returns` then run over turns."""
+    """The same episodes with turns in the place of tokens: returns and sums then run over turns."""
     rewards_K = rewards.column("turn_rewards_K").double()
     episode_K = rewards.column("episode_K")
     rest_S = rewards.rewards_S.double() - segment_sum(rewards_K, episode_K, rewards.num_sequences)
@@ -159,28 +165,11 @@ def _turns(rewards: GroupRewards) -> GroupRewards:
     )
 
 
-def _tokens_of_turns(rewards: GroupRewards, turns: GroupRewards) -> GroupRewards:
-    """The same tokens with turns in the place of sequences: functions of `returns` then stop at turns."""
-    turn_T = rewards.column("turn_T")
-    return GroupRewards(
-        rewards_S=torch.zeros(turns.tokens, device=turn_T.device),
-        group_S=rewards.group_S[turns.sequence_T],
-        num_groups=rewards.num_groups,
-        lengths_S=torch.bincount(turn_T, minlength=turns.tokens),
-        sequence_T=turn_T,
-    )
-
-
 def _same_turn_K(turns: GroupRewards) -> Tensor:
     """int64 [K]: one number for the k-th turns of a group."""
-    number_K = positions_T(turns)
+    number_K = turns.positions_T
     longest = int(number_K.max()) + 1 if number_K.numel() else 0
     return turns.group_S[turns.sequence_T] * longest + number_K
-
-
-def _compared_T(advantages_T: Tensor, rewards: GroupRewards) -> Tensor:
-    """float32 [T]: 0 in a group of one episode."""
-    return torch.where((rewards.sizes_S > 1)[rewards.sequence_T], advantages_T, 0.0).float()
 
 
 def _sizes(cell: Tensor) -> Tensor:

@@ -26,7 +26,18 @@ class Hooks:
     @classmethod
     def load(cls, choices: Sequence[Choice]) -> Self:
         """Load each hook's class and construct it with its keyword arguments. Raises ConfigError."""
-        return cls([(choice.name, _construct(choice)) for choice in choices])
+        hooks: list[tuple[str, object]] = []
+        for choice in choices:
+            where = f"learner.hooks: `{choice.name}`"
+            if ":" not in choice.name:
+                raise ConfigError(f"{where} is not a class; write `path.py:Class` or `package.module:Class`")
+            hook_class = registry.load(choice.name)
+            try:
+                hooks.append((choice.name, hook_class(**choice.params)))
+            except (Exception, SystemExit) as error:
+                found = f"{where} cannot be made with {choice.params}: {described(error)}"
+                raise ConfigError(found) from error
+        return cls(hooks)
 
     def before_step(self, plan: object) -> dict[str, float]:
         """Call the hooks after the plan is made and before the first optimizer step."""
@@ -42,17 +53,6 @@ class Hooks:
             if (function := getattr(hook, method, None)) is not None:
                 metrics |= _metrics(f"learner.hooks: `{name}`.{method}", function, argument)
         return metrics
-
-
-def _construct(choice: Choice) -> object:
-    where = f"learner.hooks: `{choice.name}`"
-    if ":" not in choice.name:
-        raise ConfigError(f"{where} is not a class; write `path.py:Class` or `package.module:Class`")
-    hook_class = registry.load(choice.name)
-    try:
-        return hook_class(**choice.params)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where} cannot be made with {choice.params}: {described(error)}") from error
 
 
 def _metrics(where: str, function: Callable[[Any], Any], argument: object) -> dict[str, float]:

@@ -19,6 +19,8 @@ from asyncrl.columns import TEACHER
 from asyncrl.trainer.base import Trainer
 from asyncrl.types import Rollout
 
+Mask = NDArray[np.bool_]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
@@ -35,30 +37,20 @@ class PlanSettings:
     images: SampleImages | None = None  # of the rows, if the data has any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Masks:
-    """The masked tokens of one sequence. One entry per response token; each token is in one mask at most."""
+def masks(rollout: Rollout, sequence: TrainSample, settings: PlanSettings) -> tuple[Mask, Mask]:
+    """Return the tokens of `keep` that are too old, and the others if the response was cut off: both leave.
 
-    stale: NDArray[np.bool_]  # older than allowed
-    truncated: NDArray[np.bool_]  # in a response that was cut off
-
-    @property
-    def any(self) -> NDArray[np.bool_]:
-        """Return the tokens that leave the loss."""
-        return self.stale | self.truncated
-
-
-def masks(rollout: Rollout, sequence: TrainSample, *, max_lag: int | None, truncated: bool) -> Masks:
-    """Mask tokens of `keep` that are older than `max_lag`; with `truncated`, mask cut-off responses."""
+    Each mask has one entry per response token.
+    """
     nothing = np.zeros_like(sequence.keep)
-    stale = nothing if max_lag is None else sequence.keep & (sequence.lag > max_lag)
-    is_cut = truncated and rollout.truncated
-    return Masks(stale=stale, truncated=sequence.keep & ~stale if is_cut else nothing)
+    stale = sequence.keep & (sequence.lag > settings.max_lag) if settings.mask_stale else nothing
+    is_cut = settings.mask_truncated and rollout.truncated
+    return stale, sequence.keep & ~stale if is_cut else nothing
 
 
 def masked_shares(
     sequences: Sequence[TrainSample],
-    masked: Sequence[Masks],
+    masked: Sequence[tuple[Mask, Mask]],
     max_response_tokens: int,
     turn_part_T: Tensor | None = None,
 ) -> dict[str, float]:
@@ -66,29 +58,26 @@ def masked_shares(
 
     `sequences` are those before the masks; `turn_part_T` has one entry per action token of them.
     """
-    lengths_S = torch.tensor([int(sequence.keep.sum()) for sequence in sequences])
-    stale_S = torch.tensor([int(one.stale.sum()) for one in masked])
-    truncated_S = torch.tensor([int(one.truncated.sum()) for one in masked])
-    band_S = length_bands(lengths_S, max_response_tokens)
-    by_band = {
-        band: _share(stale_S[band_S == index], lengths_S[band_S == index]) for index, band in enumerate(BANDS)
-    }
-    stale_T = np.concatenate([one.stale[seen.keep] for seen, one in zip(sequences, masked, strict=True)])
-    parts = {} if turn_part_T is None else {name: turn_part_T == at for at, name in enumerate(TURNS)}
-    by_turn = {
-        f"staleness/masked_share/turn/{name}": _share(torch.from_numpy(stale_T) & is_T, is_T)
-        for name, is_T in parts.items()
-    }
+    kept = [sequence.keep for sequence in sequences]
+    stale_T, truncated_T = (
+        torch.from_numpy(np.concatenate([each[keep] for each, keep in zip(column, kept, strict=True)]))
+        for column in zip(*masked, strict=True)
+    )
+    lengths_S = torch.tensor([int(keep.sum()) for keep in kept])
+    band_T = length_bands(lengths_S, max_response_tokens).repeat_interleave(lengths_S)
+    every_T = torch.ones_like(stale_T)
+    parts = {f"staleness/masked_share/{band}": band_T == at for at, band in enumerate(BANDS)}
+    if turn_part_T is not None:
+        parts |= {f"staleness/masked_share/turn/{turn}": turn_part_T == at for at, turn in enumerate(TURNS)}
+
+    def share(masked_T: Tensor, part_T: Tensor) -> float:
+        return float((masked_T & part_T).sum()) / max(int(part_T.sum()), 1)
+
     return {
-        "staleness/masked_share": _share(stale_S, lengths_S),
-        **{f"staleness/masked_share/{band}": share for band, share in by_band.items()},
-        "completions/masked_share": _share(truncated_S, lengths_S),
-        **by_turn,
+        "staleness/masked_share": share(stale_T, every_T),
+        **{name: share(stale_T, part_T) for name, part_T in parts.items()},
+        "completions/masked_share": share(truncated_T, every_T),
     }
-
-
-def _share(part_S: Tensor, whole_S: Tensor) -> float:
-    return float(part_S.sum()) / max(int(whole_S.sum()), 1)
 
 
 def measure(

@@ -136,9 +136,15 @@ def pack(lengths: Sequence[int], budget_tokens: int, ranks: int = 1) -> list[lis
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     first_fit = _fill(order, lengths, budget_tokens)
-    num_bins = min(-(-len(first_fit) // ranks) * ranks, len(lengths))
-    balanced = _balance(order, lengths, budget_tokens, num_bins)
-    return [sorted(members) for members in balanced or first_fit]
+    bins: list[list[int]] = [[] for _ in range(min(-(-len(first_fit) // ranks) * ranks, len(lengths)))]
+    loads = [0] * len(bins)
+    for i in order:
+        place = loads.index(min(loads))
+        if loads[place] + lengths[i] > budget_tokens:
+            return [sorted(members) for members in first_fit]
+        bins[place].append(i)
+        loads[place] += lengths[i]
+    return [sorted(members) for members in bins]
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
@@ -149,21 +155,6 @@ def _fill(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> l
         if (place := next(fitting, len(bins))) == len(bins):
             bins.append([])
             loads.append(0)
-        bins[place].append(i)
-        loads[place] += lengths[i]
-    return bins
-
-
-def _balance(
-    order: Sequence[int], lengths: Sequence[int], budget_tokens: int, num_bins: int
-) -> list[list[int]] | None:
-    """Return None if the even spread does not fit into `num_bins`."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
-    for i in order:
-        place = loads.index(min(loads))
-        if loads[place] + lengths[i] > budget_tokens:
-            return None
         bins[place].append(i)
         loads[place] += lengths[i]
     return bins

@@ -52,11 +52,9 @@ class Planner:
     settings: PlanSettings
 
     def assemble(self, groups: Sequence[Group], version: int) -> tuple[TrainSample, ...]:
-        """Return one sample per rollout, with every action token and without advantages."""
         return samples_of(groups, version, self.settings.images)
 
     def measure(self, trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
-        """Return flat columns [T] of the whole batch, on every rank."""
         return measure(trainer, samples, self.columns, self.settings)
 
     def plan(
@@ -77,20 +75,16 @@ class Planner:
             "turn_part_T": (turn_part_T := turn_parts(rewards)),
         }
         columns = {name: per_sample(one_T, samples) for name, one_T in columns_T.items() if one_T is not None}
-        max_lag = self.settings.max_lag if self.settings.mask_stale else None
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        masked = [
-            masks(rollout, sample, max_lag=max_lag, truncated=self.settings.mask_truncated)
-            for rollout, sample in zip(rollouts, samples, strict=True)
-        ]
+        masked = [masks(*pair, self.settings) for pair in zip(rollouts, samples, strict=True)]
         planned = tuple(
             replace(
                 sample,
-                keep=sample.keep & ~mask.any,
+                keep=sample.keep & ~(stale | truncated),
                 advantages=advantages,
                 columns={name: parts[index] for name, parts in columns.items()},
             )
-            for index, (sample, mask, advantages) in enumerate(
+            for index, (sample, (stale, truncated), advantages) in enumerate(
                 zip(samples, masked, per_sample(advantages_T, samples), strict=True)
             )
         )

@@ -13,13 +13,12 @@ from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.turn_advantages import turn_value_targets
 from asyncrl.batch.coefficients import Coefficients, RowOf, Tracker
-from asyncrl.batch.critic_steps import CriticSteps
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.masks import PlanSettings
 from asyncrl.batch.objective import Objective
 from asyncrl.batch.packing import SampleImages
 from asyncrl.batch.plan import Planner
-from asyncrl.batch.recipe import Recipe
+from asyncrl.batch.recipe import CriticSteps, Recipe
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Choice

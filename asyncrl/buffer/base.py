@@ -27,8 +27,7 @@ class Lease:
     """Tickets leased to one generator."""
 
     tickets: tuple[Ticket, ...]
-    # True when the run is over: the generator must stop leasing and leave.
-    closed: bool
+    closed: bool  # the run is over: the generator must stop leasing and leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

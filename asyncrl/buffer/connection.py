@@ -212,20 +212,18 @@ class StoreConnection:
         host = f"[{host}]" if ":" in host else host or here.rpartition(":")[0]
         return parts._replace(netloc=f"{user}{at}{host}:{port}").geturl()
 
-    def _follow(self, tag: str, moved: MovedError) -> None:
-        address = (moved.host, moved.port)
-        with self._lock:
-            if address not in self._by_address:
-                self._by_address[address] = self._connect(self._url_of(*address))
-            self._by_tag[tag] = self._by_address[address]
-
-    def _ask_another(self, tag: str, asked: redis.Redis) -> None:
-        """Ask the next known node after one has failed. It redirects the call to the node with the keys.
+    def _ask_another(self, tag: str, asked: redis.Redis, error: RedisError) -> None:
+        """Ask the node that a redirection names, or after another error the next known one, which redirects.
 
         A thread whose call to the failed node ends later stays with what others have found meanwhile.
         """
         with self._lock:
-            if tag and self._by_tag.get(tag, self.client) is asked:
+            if isinstance(error, MovedError):
+                address = (error.host, error.port)
+                if address not in self._by_address:
+                    self._by_address[address] = self._connect(self._url_of(*address))
+                self._by_tag[tag] = self._by_address[address]
+            elif self._by_tag.get(tag, self.client) is asked:
                 known = [self.client, *self._by_address.values()]
                 self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]
 
@@ -243,13 +241,11 @@ class StoreConnection:
                 with bounded(deadline):
                     return request(client)
             except RedisError as error:
-                if tag and isinstance(error, MovedError):
-                    self._follow(tag, error)
-                elif error in _TRANSIENT and error not in _REFUSED:
-                    self._ask_another(tag, client)
-                else:
+                if error in _REFUSED or error not in _TRANSIENT:
                     kind = StoreRefused if error in _REFUSED else StoreError
                     raise kind(f"store {self.url} refused a call: {type(error).__name__}: {error}") from error
+                if tag:
+                    self._ask_another(tag, client, error)
                 if error in _LOADING:  # it answers, so it is alive
                     beat()
                     deadline = min(time.monotonic() + self._retry_s, max(deadline, began_s + LOADING_S))
@@ -261,36 +257,31 @@ class StoreConnection:
                     raise StoreError(f"{found}; check that it runs, and store.url") from error
             time.sleep(pause_s)
 
-    def check(self) -> None:
-        """Raise StoreRefused for a store that is too old or would delete stored groups."""
-        self.on_every_node(StoreConnection._check_server)
+    def check(self, cap_bytes: int = 0) -> None:
+        """Raise StoreRefused for a store that is too old, would delete stored groups, or has too little room.
 
-    def _check_server(self) -> None:
-        server: dict[str, Any] = self.call(lambda client: client.info("server"))
-        version = str(server["redis_version"])
-        if tuple(map(int, version.split(".")[:2])) < MINIMUM_VERSION:
-            found = f"store {self.url} runs version {version}"
-            raise StoreRefused(f"{found}; functions need Redis >= 7.0 or Valkey: upgrade it")
-        policy = self.call(lambda client: client.info("memory"))["maxmemory_policy"]
-        if policy != "noeviction":
-            found = f"store {self.url} has maxmemory-policy {policy}, which deletes stored groups"
-            cure = "set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
-            raise StoreRefused(f"{found} when memory is short; {cure}")
-
-    def check_room(self, cap_bytes: int) -> None:
-        """Raise StoreRefused if the store's own memory limit is below the cap on stored groups.
-
-        Above the cap the store still accepts a group that the learner waits for. Above its own limit it
-        accepts none, and the run would stop.
+        Above `cap_bytes`, the cap on stored groups, the store still accepts a group that the learner waits
+        for. Above the store's own memory limit it accepts none, and the run would stop.
         """
-        self.on_every_node(lambda node: node._check_room_here(cap_bytes))
 
-    def _check_room_here(self, cap_bytes: int) -> None:
-        limit_bytes = int(self.call(lambda client: client.info("memory"))["maxmemory"])
-        if 0 < limit_bytes < cap_bytes:
-            found = f"store {self.url} has maxmemory {limit_bytes / 2**30:.3g} GiB, below store.max_gib"
-            found += f" ({cap_bytes / 2**30:.3g}); full, it would refuse the group that the learner waits for"
-            raise StoreRefused(f"{found}: raise maxmemory (CONFIG SET maxmemory), or lower store.max_gib")
+        def check_node(node: StoreConnection) -> None:
+            server: dict[str, Any] = node.call(lambda client: client.info("server"))
+            memory: dict[str, Any] = node.call(lambda client: client.info("memory"))
+            version, policy = str(server["redis_version"]), memory["maxmemory_policy"]
+            if tuple(map(int, version.split(".")[:2])) < MINIMUM_VERSION:
+                found = f"store {node.url} runs version {version}"
+                raise StoreRefused(f"{found}; functions need Redis >= 7.0 or Valkey: upgrade it")
+            if policy != "noeviction":
+                found = f"store {node.url} has maxmemory-policy {policy}, which deletes stored groups"
+                cure = "set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
+                raise StoreRefused(f"{found} when memory is short; {cure}")
+            if 0 < (limit_bytes := int(memory["maxmemory"])) < cap_bytes:
+                found = f"store {node.url} has maxmemory {limit_bytes / 2**30:.3g} GiB, below store.max_gib"
+                found += f" ({cap_bytes / 2**30:.3g})"
+                cure = "raise maxmemory (CONFIG SET maxmemory), or lower store.max_gib"
+                raise StoreRefused(f"{found}; full, it would refuse the group the learner waits for: {cure}")
+
+        self.on_every_node(check_node)
 
     def close(self) -> None:
         for client in (self.client, *self._by_address.values()):

@@ -9,8 +9,14 @@ from typing import Any
 
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take, kind_of
-from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, require_life, too_many_rejected
+from asyncrl.buffer.judge import (
+    DISCARDED_LINEAGE,
+    Gate,
+    Judge,
+    reason_to_reject,
+    require_life,
+    too_many_rejected,
+)
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.watch import StallWatch
 from asyncrl.errors import BufferGap
@@ -20,32 +26,22 @@ from asyncrl.types import Group, time_of_day
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Collected:
-    """The groups of one step."""
+    """The groups of one step, or those that it has so far."""
 
-    groups: tuple[Group, ...]
-    rejected: tuple[tuple[Group, str], ...]  # groups that were consumed but are not trained, with the reason
-    takes: int
-    taken_at: Mapping[int, float] = field(default_factory=dict)  # Unix seconds by ticket id, of both kinds
-    frames: tuple[bytes, ...] = ()  # of `groups`, in their order; only on rank 0
+    groups: list[Group] = field(default_factory=list)
+    # Groups that were consumed but are not trained, with the reason.
+    rejected: list[tuple[Group, str]] = field(default_factory=list)
+    takes: int = 0
+    taken_at: dict[int, float] = field(default_factory=dict)  # Unix seconds by ticket id, of both kinds
+    frames: list[bytes] = field(default_factory=list)  # of `groups`, in their order; only on rank 0
 
     @property
     def results(self) -> list[Group]:
         """All groups but those of lost weights, whose rows another curriculum may have chosen."""
         rejected = (group for group, reason in self.rejected if reason != DISCARDED_LINEAGE)
         return [*self.groups, *rejected]
-
-
-@dataclass(slots=True)
-class _Step:
-    """The groups that the current step has so far."""
-
-    accepted: list[tuple[Group, bytes]] = field(default_factory=list)  # with its frame
-    rejected: list[tuple[Group, str]] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)  # reasons of the rejections that count as refills
-    takes: int = 0
-    taken_at: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +62,8 @@ class Intake:
     max_refills: int  # the run ends when a step rejects more than this times `groups`
     stall_s: float
     history: History = INITIAL  # of the weights being trained
-    _step: _Step = field(default_factory=_Step)
+    _step: Collected = field(default_factory=Collected)
+    _unfit: list[str] = field(default_factory=list)  # reasons of the step's rejections that count as refills
     # The ledger after the last whole step, as in a checkpoint. After a restart, later groups are taken again.
     settled: dict[str, Any] = field(init=False)
     # Groups in the weights of `_version`: the ledger's count before the step that trains this version.
@@ -100,7 +97,7 @@ class Intake:
         """
         until_s = time.monotonic() + wait_s
         self._stall.waits_for(version)
-        while len(self._step.accepted) < self.groups:
+        while len(self._step.groups) < self.groups:
             if self._take(version):
                 continue
             if time.monotonic() >= until_s:
@@ -110,16 +107,10 @@ class Intake:
                 return None
             time.sleep(0.005)
         step = self._step
-        self.ledger.trained += len(step.accepted)
+        self.ledger.trained += len(step.groups)
         self.settled = self.ledger.to_dict()
-        self._step = _Step()
-        return Collected(
-            groups=tuple(group for group, _ in step.accepted),
-            rejected=tuple(step.rejected),
-            takes=step.takes,
-            taken_at=step.taken_at,
-            frames=tuple(frame for _, frame in step.accepted),
-        )
+        self._step, self._unfit = Collected(), []
+        return step
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:
         """Let the store forget the groups of a checkpoint; `saved` is the ledger in that checkpoint."""
@@ -141,7 +132,7 @@ class Intake:
     def _take(self, version: int) -> bool:
         """Take once. Return whether enough groups were there."""
         with self._healing(version):
-            take = self.buffer.take(self.ledger, self.groups - len(self._step.accepted), window=self.window)
+            take = self.buffer.take(self.ledger, self.groups - len(self._step.groups), window=self.window)
             if take is not None:
                 self._sort(take, version)
             return take is not None
@@ -152,7 +143,7 @@ class Intake:
         groups = self.gate.groups(self.buffer, take)
         if groups is None:
             return
-        step = self._step
+        step, unfit = self._step, self._unfit
         self.ledger.consume(take.ids)
         self._stall.progress()
         step.takes += 1
@@ -161,19 +152,20 @@ class Intake:
             reason = reason_to_reject(group, version, judge=self.judge, known_kinds=self.ledger.rejected)
             self._ever_fit = self._ever_fit or group.dead_reason is None
             if reason is None:
-                step.accepted.append((group, frame))
+                step.groups.append(group)
+                step.frames.append(frame)
             else:
                 step.rejected.append((group, reason))
                 self.ledger.count_rejected(kind_of(reason))
                 # Earlier settings may have caused the rejection of earlier tickets; their number is limited.
                 if reason != DISCARDED_LINEAGE and ticket_id > (self._issued_before or 0):
-                    step.unfit.append(reason)
+                    unfit.append(reason)
         if step.rejected:
             self.open(version)
         if not self._ever_fit:
-            require_life(step.unfit, self.groups)
-        if len(step.unfit) > (most := self.max_refills * self.groups):
-            raise too_many_rejected(step.unfit, step.takes, f"{len(step.accepted)} of {self.groups}", most)
+            require_life(unfit, self.groups)
+        if len(unfit) > (most := self.max_refills * self.groups):
+            raise too_many_rejected(unfit, step.takes, f"{len(step.groups)} of {self.groups}", most)
 
     def _limit(self, version: int) -> int:
         if version != self._version:

@@ -1,15 +1,19 @@
-"""Which groups are not trained, and why. A reason is `kind: details`; reasons are counted by kind."""
+"""Which groups are not trained, and why: a gate decodes and checks each taken frame, then filters judge it.
+
+A reason is `kind: details`; reasons are counted by kind.
+"""
 
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from asyncrl.algo.filters import GroupOutcome
-from asyncrl.algo.trainable import UNTRAINABLE
-from asyncrl.buffer.base import DEADLY, kind_of, one_line
-from asyncrl.buffer.gate import DEAD
-from asyncrl.errors import RowsChanged, RunError
+from asyncrl.algo.trainable import MOST_CHARACTERS, UNTRAINABLE, GroupLimits, trainable
+from asyncrl.buffer.base import DEADLY, GIVEN_UP, LearnerBuffer, Take, kind_of, one_line
+from asyncrl.errors import RowsChanged, RunError, WireError
+from asyncrl.hosting.progress import beat
 from asyncrl.lineage import INITIAL, History
 from asyncrl.types import Group
 
@@ -18,6 +22,8 @@ log = logging.getLogger(__name__)
 Judge = Callable[[Group, int], str | None]
 """(group, version being trained) -> reason to reject it, or None."""
 
+# The kind of groups whose ticket failed too often.
+DEAD = "dead"
 # The kind of groups sampled by weights that the learner lost when it went back to a checkpoint.
 DISCARDED_LINEAGE = "discarded_lineage"
 # Kinds that mean a fault. Other kinds come from filters, or from settings that changed before a resume.
@@ -30,6 +36,69 @@ OTHER = "other"
 FEWEST_DEAD = 8
 # Different reasons in the message of a run in which every ticket dies.
 MOST_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """The checks of one lane."""
+
+    # Frames of other lanes are rejected, because lanes use the same ticket ids.
+    lane: str
+    decode: Callable[[bytes], Group]
+    limits: GroupLimits
+    # Returns a reason if learners died while they trained on this frame; then the frame is not decoded.
+    condemned: Callable[[bytes], str | None] = lambda frame: None
+    # Returns the ticket's id outside the buffer, which the frame carries: a shard has ids of its own.
+    name_of: Callable[[int], int] = lambda ticket_id: ticket_id
+
+    def groups(self, buffer: LearnerBuffer, take: Take) -> list[tuple[Group, bytes]] | None:
+        """Return the groups of a take with their frames, or None after a frame that cannot be decoded.
+
+        The gate rejects such a frame; the caller takes again and gets the rest of the take. A group that
+        cannot be trained on is returned dead; its `dead_reason` begins with dead, untrainable or deadly.
+        """
+        groups: list[tuple[Group, bytes]] = []
+        for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
+            beat()
+            name = self.name_of(ticket_id)
+            where = {"ticket_id": name, "lane": self.lane}
+            try:
+                group, reason = self._group(name, frame)
+            except WireError as error:
+                invalid = "the frame of group %d is not valid and counts as a failed attempt: %s"
+                log.error(invalid, name, error, extra=where)
+                buffer.reject_frame(take, ticket_id, frame, f"{DEAD}: undecodable: {error}")
+                return None
+            if reason:
+                log.error("group %d is set aside: %s", name, reason, extra=where)
+                buffer.reject_frame(take, ticket_id, frame, reason, final=True)
+            groups.append((group, frame))
+        return groups
+
+    def _group(self, name: int, frame: bytes) -> tuple[Group, str]:
+        """Return the group of a frame, and why its ticket must be given up now, or "". Raises WireError."""
+        if frame.startswith(GIVEN_UP):
+            given = frame.removeprefix(GIVEN_UP)[:4000].decode(errors="replace")
+            # A generator can write this text, and its kind becomes the name of a metric.
+            is_known = kind_of(given) in (DEAD, UNTRAINABLE, DEADLY)
+            return _dead(name, given if is_known else f"{DEAD}: {given}"), ""
+        if reason := self.condemned(frame):
+            return _dead(name, found := f"{DEADLY}: {reason}"), found
+        group = self.decode(frame)
+        if (group.lane, group.ticket_id) != (self.lane, name):
+            raise WireError(
+                f"stored in lane {self.lane} under id {name}, but its group says lane {group.lane[:40]!r}, "
+                f"id {group.ticket_id}"
+            )
+        if group.dead_reason is not None:
+            return _dead(name, f"{DEAD}: {group.dead_reason}", generator_id=group.generator_id), ""
+        if reason := trainable(group, self.limits):
+            return _dead(name, found := f"{UNTRAINABLE}: {reason}"), found
+        return group, ""
+
+
+def _dead(ticket_id: int, reason: str, *, generator_id: str = "") -> Group:
+    return Group.dead(ticket_id, reason, generator_id=generator_id[:MOST_CHARACTERS], version=0)
 
 
 def make_judge(

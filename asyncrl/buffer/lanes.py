@@ -6,12 +6,10 @@ from functools import partial
 from typing import Any
 
 from asyncrl.algo.trainable import GroupLimits
-from asyncrl.buffer.base import BufferRules, LearnerBuffer
+from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
-from asyncrl.buffer.judge import make_judge
-from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.judge import Gate, make_judge
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, join, ledgers_of, shard_names
 from asyncrl.columns import KEPT_COUNTS, KEPT_IDS, TEACHER
@@ -77,23 +75,19 @@ def open_intake(
         fault=fault,
     )
 
-    def intake(buffer: LearnerBuffer, ledger: Ledger, gate: Gate) -> Intake:
-        return Intake(
-            buffer=buffer,
-            ledger=ledger,
-            gate=gate,
-            judge=judge,
-            groups=config.batch.groups // shards,
-            window=config.window_groups // shards,
-            max_lag=config.staleness.max_lag,
-            # Small shares vary more.
-            max_refills=config.algorithm.max_refills * shards,
-            stall_s=config.control.stall_s,
-            history=history,
-        )
-
+    intake = partial(
+        Intake,
+        judge=judge,
+        groups=config.batch.groups // shards,
+        window=config.window_groups // shards,
+        max_lag=config.staleness.max_lag,
+        max_refills=config.algorithm.max_refills * shards,  # small shares vary more
+        stall_s=config.control.stall_s,
+        history=history,
+    )
     ledgers = ledgers_of(saved, shards)
     if not isinstance(lane, ShardedBuffer):
-        return intake(lane, ledgers[0], gate)
+        return intake(buffer=lane, ledger=ledgers[0], gate=gate)
     gates = [replace(gate, name_of=partial(join, shard, shards=shards)) for shard in range(shards)]
-    return ShardedIntake(tuple(map(intake, lane.shards, ledgers, gates)))
+    parts = zip(lane.shards, ledgers, gates, strict=True)
+    return ShardedIntake(tuple(intake(buffer=one, ledger=ledger, gate=own) for one, ledger, own in parts))

@@ -20,10 +20,8 @@ class StoreProbe:
     """The results of the test."""
 
     version: str
-    # The time of all calls for one group of `FRAME_BYTES`.
-    seconds: float
-    # The store's clock minus this host's clock.
-    skew_s: float
+    seconds: float  # of all calls for one group of `FRAME_BYTES`
+    skew_s: float  # the store's clock minus this host's clock
 
 
 def clock_skew_s(connection: StoreConnection) -> float:

@@ -69,7 +69,7 @@ class RedisBuffer:
             version, limit, closed, ids, history = self._call(
                 "lease", holder, count, self._lease_ms, uuid.uuid4().int, self._rules.max_deaths
             )
-        except StoreFullError:
+        except _StoreFull:
             return Lease(tickets=(), closed=False)
         tickets = tuple(
             Ticket(
@@ -95,7 +95,7 @@ class RedisBuffer:
                 return PutOutcome.FULL
             reply = self._connection.call(lambda client: self._put(client, ticket_id, frame), tag=self._tag)
             outcome = PutOutcome(reply.decode())
-        except StoreFullError:
+        except _StoreFull:
             outcome = PutOutcome.FULL
         self._was_full = outcome is PutOutcome.FULL
         return outcome
@@ -226,9 +226,9 @@ class RedisBuffer:
             return request()
         except ResponseError as error:
             if isinstance(error, OutOfMemoryError) or reason(error).startswith("OOM"):
-                raise StoreFullError(f"{self._where} is out of memory: {error}") from error
+                raise _StoreFull(f"{self._where} is out of memory: {error}") from error
             if "WRONGTYPE" in str(error):
-                raise StoreFullError(f"{self._where}: a key has another type: {error}") from error
+                raise _StoreFull(f"{self._where}: a key has another type: {error}") from error
             if "Function not found" not in str(error):
                 raise
         try:
@@ -239,7 +239,7 @@ class RedisBuffer:
         return request()
 
 
-class StoreFullError(StoreError):
+class _StoreFull(StoreError):
     """The server is out of memory, or a key has a wrong type. PUT and LEASE wait until that is over."""
 
 

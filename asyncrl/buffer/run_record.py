@@ -9,7 +9,6 @@ import hmac
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import redis
@@ -53,11 +52,9 @@ class RunRecord:
         `fresh` deletes the data of an earlier run of that name. A learner without a checkpoint needs this,
         because it must not train on groups of an earlier run.
         """
-        self._connection.check()
         self._hold(run.name)
         if fresh:
-            delete = partial(_delete_lanes, name=run.name)
-            self._connection.on_every_node(lambda node: node.call(delete))
+            self._connection.on_every_node(lambda node: node.call(lambda here: _delete_lanes(here, run.name)))
         self._write(run)
 
     def renew(self, run: StoredRun) -> None:
@@ -67,7 +64,15 @@ class RunRecord:
 
     def _hold(self, name: str) -> None:
         """Enter the run's name unless the store has one. Raises ForeignRunError if that is another name."""
-        holder = self._connection.call(lambda client: _claim_name(client, name), tag=_KEY)
+
+        def enter(client: redis.Redis) -> str:
+            holder: Any = None
+            while holder is None:  # a second time only if the store is wiped in between
+                client.hsetnx(_KEY, "name", name)
+                holder = client.hget(_KEY, "name")
+            return str(holder.decode())
+
+        holder = self._connection.call(enter, tag=_KEY)
         if holder != name:
             raise ForeignRunError(
                 f"store {self._connection.url} serves run {holder!r}, not {name!r}; a store serves one run: "
@@ -122,7 +127,7 @@ def claim_store(
         key_id=key_id(key),
     )
     record = RunRecord(connection, key)
-    connection.check_room(int(config.store.max_gib * 2**30))
+    connection.check(int(config.store.max_gib * 2**30))
     record.claim(stored, fresh=fresh)
     return lambda endpoint: record.renew(replace(stored, control_endpoint=endpoint))
 
@@ -135,14 +140,6 @@ def key_id(key: bytes) -> str:
 def _seal(run: StoredRun, key: bytes) -> str:
     text = json.dumps(asdict(run), sort_keys=True).encode()
     return hashlib.blake2b(text, key=key, digest_size=32).hexdigest()
-
-
-def _claim_name(client: redis.Redis, name: str) -> str:
-    holder: Any = None
-    while holder is None:  # a second time only if the store is wiped in between
-        client.hsetnx(_KEY, "name", name)
-        holder = client.hget(_KEY, "name")
-    return str(holder.decode())
 
 
 def _delete_lanes(client: redis.Redis, name: str) -> None:

@@ -143,12 +143,10 @@ class ShardedIntake:
         self.settled = self._ledgers()
 
     def recover(self, version: int) -> None:
-        """Make the store agree with the ledgers and open the credit for `version`."""
         for intake in self.intakes:
             intake.recover(version)
 
     def open(self, version: int) -> None:
-        """Announce the version being trained, and with it the credit."""
         for intake in self.intakes:
             intake.open(version)
 
@@ -166,13 +164,14 @@ class ShardedIntake:
             return None
         self._parts = [None] * len(self.intakes)
         self.settled = self._ledgers()
-        return Collected(
-            groups=tuple(group for part in parts for group in part.groups),
-            rejected=tuple(rejected for part in parts for rejected in part.rejected),
-            takes=sum(part.takes for part in parts),
-            taken_at={name: at for part in parts for name, at in part.taken_at.items()},
-            frames=tuple(frame for part in parts for frame in part.frames),
-        )
+        whole = Collected()
+        for part in parts:
+            whole.groups += part.groups
+            whole.rejected += part.rejected
+            whole.takes += part.takes
+            whole.taken_at |= part.taken_at
+            whole.frames += part.frames
+        return whole
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:
         for intake, ledger in zip(self.intakes, saved["shards"], strict=True):

@@ -50,12 +50,9 @@ class AuditWatch:
     def audit(self) -> Audit:
         """Return the buffer's audit, with its errors."""
         audit = self._count()
-        if self._clock() - self._checked_at_s >= CHECK_EVERY_S:
-            self._checked_at_s = self._clock()
-            self._check(audit)
-        return audit
-
-    def _check(self, audit: Audit) -> None:
+        if self._clock() - self._checked_at_s < CHECK_EVERY_S:
+            return audit
+        self._checked_at_s = self._clock()
         found = audit.missing if self._was_missing else 0
         self._was_missing = audit.missing != 0
         if found and not self.mismatch:
@@ -69,6 +66,7 @@ class AuditWatch:
         if self.mismatch and not found:
             log.warning("%s: every issued id is in one place again", self._lane)
         self.mismatch = found
+        return audit
 
 
 @dataclass(slots=True)

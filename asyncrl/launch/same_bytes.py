@@ -54,4 +54,4 @@ def receive(broadcast: Broadcast, decode: Callable[[bytes], Group]) -> Collected
     if message in (STOP, END):
         return message
     frames = [broadcast(None) for _ in range(int(message))]
-    return Collected(groups=tuple(decode(frame) for frame in frames), rejected=(), takes=0)
+    return Collected(groups=list(map(decode, frames)))

@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncrl.buffer.base import Audit
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
+from asyncrl.buffer.judge import Gate
 from asyncrl.buffer.lanes import eval_lane, group_limits, open_intake, train_lane
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer

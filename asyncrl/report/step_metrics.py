@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from asyncrl.algo.draws import maj_at_k
+from asyncrl.algo.losses import explained_variance
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.algo.preferences import preference_metrics
 from asyncrl.algo.ranges import EQUAL
 from asyncrl.algo.trainable import MOST_PARTS, UNTRAINABLE
-from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
 from asyncrl.evaluation import votes_of
 from asyncrl.learner import Step

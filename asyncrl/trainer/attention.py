@@ -8,7 +8,7 @@ Axes in names:  H heads, N packed tokens, D head size.
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -47,7 +47,7 @@ def segment_attention(
     lengths = [stop - start for start, stop in pairwise(sequence_starts)]
     longer = sliding_window is not None and max(lengths) > sliding_window
     window = [f"sliding_window {sliding_window} on {max(lengths)} tokens"] if longer else []
-    _refuse(module, _unsupported(kwargs) + window)
+    _refuse_extras(module, kwargs, window)
     if query_1HND.is_cuda:
         key_1HND, value_1HND = (repeated(each, query_1HND) for each in (key_1HND, value_1HND))
     grouped = query_1HND.shape[1] != key_1HND.shape[1]
@@ -86,8 +86,11 @@ def varlen_attention(
     if head % 8 or head > LARGEST_HEAD or value_1HND.shape[-1] != head:
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window}
         return segment_attention(module, query_1HND, key_1HND, value_1HND, attention_mask, **kwargs)
-    _refuse(module, _unsupported(kwargs))
+    _refuse_extras(module, kwargs)
     left = -1 if sliding_window is None else sliding_window - 1  # tokens before the query's own
+    # Several query heads share a key head; the kernel of torch 2.11 always allows it.
+    is_asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    grouped: dict[str, Any] = {"enable_gqa": True} if is_asked else {}
     query_NHD, key_NHD, value_NHD = (
         column_1HND.squeeze(0).transpose(0, 1) for column_1HND in (query_1HND, key_1HND, value_1HND)
     )
@@ -101,21 +104,13 @@ def varlen_attention(
         max_length_q,
         scale=scaling,
         window_size=(left, 0),
-        **_groups(varlen_attn),
+        **grouped,
     )
     return output_NHD[None], None
 
 
-def _groups(kernel: Callable[..., Any]) -> dict[str, Any]:
-    """Tell the kernel that several query heads share a key head. That of torch 2.11 always allows it."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
-
-
-def _unsupported(arguments: Mapping[str, Any]) -> list[str]:
-    return [name for name in UNSUPPORTED if arguments.get(name) is not None]
-
-
-def _refuse(module: nn.Module, extras: Sequence[str]) -> None:
+def _refuse_extras(module: nn.Module, arguments: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    extras = [*(name for name in UNSUPPORTED if arguments.get(name) is not None), *others]
     if extras:
         raise ConfigError(
             f"model: {type(module).__name__} needs {', '.join(extras)}, which packed attention without "

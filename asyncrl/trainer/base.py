@@ -19,18 +19,12 @@ from asyncrl.weights.base import TensorSpec
 class MicroBatch:
     """Whole sequences laid end to end, and the columns of their action tokens."""
 
-    # int64
-    input_ids_N: Tensor
-    # int64, restarting at 0 with each sequence
-    position_ids_N: Tensor
-    # S + 1 offsets into N: cumulative sequence lengths.
-    sequence_starts: tuple[int, ...]
-    # int64: for each action token, the index in N of the token before it, whose logits predict it.
-    source_T: Tensor
-    # int64: the action token ids
-    target_T: Tensor
-    # Columns of the same T action tokens.
-    tokens: TokenBatch
+    input_ids_N: Tensor  # int64
+    position_ids_N: Tensor  # int64, restarting at 0 with each sequence
+    sequence_starts: tuple[int, ...]  # S + 1 offsets into N: cumulative sequence lengths
+    source_T: Tensor  # int64: the index in N of the token before each action token, whose logits predict it
+    target_T: Tensor  # int64: the action token ids
+    tokens: TokenBatch  # columns of the same T action tokens
     # int16 [N, layers, top_k]: the experts with which the policy runs each token; -1: those that it chooses.
     experts_NLK: Tensor | None = None
     # int32 [T, K]: the tokens among which each action token was sampled, then -1; None: among all.
@@ -48,8 +42,7 @@ LOSS = "loss"
 class LossSums:
     """The result of a loss function for one micro-batch: sums, which add up over micro-batches and shares."""
 
-    # [], differentiable, already divided by the counts of the whole optimizer step.
-    loss: Tensor
+    loss: Tensor  # [], differentiable, already divided by the counts of the whole optimizer step
     # Sums, numbers or tensors [], for which nobody waits before the step's end; the learner divides them.
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
 

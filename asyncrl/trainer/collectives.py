@@ -27,13 +27,10 @@ class Rendezvous:
 
     rank: int = 0
     ranks: int = 1
-    # Index of this rank's GPU on its host.
-    local_rank: int = 0
+    local_rank: int = 0  # index of this rank's GPU on its host
     address: str = "127.0.0.1"
-    # A free port on rank 0's host; not used by a single rank.
-    port: int = 0
-    # Longest duration of a collective: if a rank is gone, the others end with an error.
-    timeout_s: float = 600.0
+    port: int = 0  # a free one on rank 0's host; not used by a single rank
+    timeout_s: float = 600.0  # of a collective: if a rank is gone, the others end with an error
 
     @classmethod
     def of(cls, config: Config, environment: Mapping[str, str]) -> Self:
@@ -143,8 +140,7 @@ class Writes:
     A rank must not end the save early: the others would wait for it in the next collective.
     """
 
-    # Type and text of the first failure.
-    failure: str = ""
+    failure: str = ""  # type and text of the first one
 
     def attempt(self, write: Callable[[], object]) -> None:
         """Run `write`, unless one has failed already."""

@@ -8,7 +8,7 @@ plain attention from token to token, they differ by nats.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import product
@@ -51,7 +51,10 @@ def require_agreement(config: Any) -> float | None:
     `config` is Hugging Face's. The first probe judges each model again, with its weights. Raises ConfigError.
     """
     text = config.get_text_config()
-    with torch.no_grad(), torch.random.fork_rng(devices=()), _without_warnings():
+    with torch.no_grad(), torch.random.fork_rng(devices=()), ExitStack() as stack:
+        # Transformers would speak of odd sizes and slow kernels.
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
         small = _miniature(text)
         if small is None:
             return None
@@ -148,17 +151,6 @@ def _first_to_differ(packed: Any, plain: Any, sequences: Sequence[Sequence[int]]
             kind = type(packed.base_model.get_submodule(name)).__name__
             return f"layer {name} ({kind}) is the first to differ"
     return "the logits differ behind the last layer"
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Hide what transformers says of odd sizes and slow kernels."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 @contextmanager

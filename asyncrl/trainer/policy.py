@@ -5,8 +5,7 @@ Axes in names:  N packed tokens, T action or predicted tokens, K those at the en
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -63,12 +62,12 @@ class PolicyModule(nn.Module):
         experts_NLK: Tensor | None = None,
         **packed: Any,
     ) -> Tensor:
-        """columns_RT of `TokenLogprobs`, float32; `packed` are the named arguments of `token_outputs`."""
+        """columns_RT of `TokenLogprobs`, float32; `packed` are the named arguments of `_token_outputs`."""
         if experts_NLK is not None and self._sequence_ranks is not None:
             experts_NLK = self._sequence_ranks.own_tokens_of(experts_NLK, padding=NONE)
         replay(self._routers, experts_NLK)
         how = (temperature * self._divisor, chunk, with_squares, entropy_gradient)
-        return token_outputs(
+        return _token_outputs(
             self.model.base_model,
             lambda hidden_TD, own_T: self.head(
                 hidden_TD, target_T[own_T], *how, kept_TK if kept_TK is None else kept_TK[own_T]
@@ -98,7 +97,7 @@ def run(module: Any, microbatch: MicroBatch, **arguments: Any) -> Tensor:
     return outputs
 
 
-def token_outputs(
+def _token_outputs(
     backbone: Any,
     head: Callable[[Tensor, Tensor | slice], Tensor],
     sequence_ranks: SequenceRanks | None,
@@ -184,7 +183,7 @@ class ValueModule(nn.Module):
 
     def forward(self, **packed: Any) -> Tensor:
         """values_T, float32, each before its action token; `packed` as in `PolicyModule`."""
-        return token_outputs(
+        return _token_outputs(
             self.backbone, lambda hidden_TD, _: self.head(hidden_TD), self._sequence_ranks, **packed
         )
 
@@ -214,22 +213,15 @@ def plain_logprobs(model: Any, ids: Sequence[int], device: torch.device) -> Tens
     ids_1N = torch.tensor([ids], device=device)
     kept = min(len(ids) - 1, COMPARED)
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
-    with _plain(model):
-        logits_1NV = model(
-            input_ids=ids_1N, use_cache=False, **({"logits_to_keep": kept + 1} if few else {})
-        ).logits
-    logprobs_KV: Tensor = logits_1NV[0, -kept - 1 : -1].float().log_softmax(-1)
-    return logprobs_KV.gather(-1, ids_1N[0, -kept:, None])[:, 0]
-
-
-@contextmanager
-def _plain(model: Any) -> Iterator[None]:
-    """Let a model run as transformers alone would run it."""
     of_learner, is_training = model.config._attn_implementation, model.training
     model.eval()
     model.set_attn_implementation(of_text(model.config, PLAIN))
     try:
-        yield
+        logits_1NV = model(
+            input_ids=ids_1N, use_cache=False, **({"logits_to_keep": kept + 1} if few else {})
+        ).logits
     finally:
         model.set_attn_implementation(of_text(model.config, of_learner))
         model.train(is_training)
+    logprobs_KV: Tensor = logits_1NV[0, -kept - 1 : -1].float().log_softmax(-1)
+    return logprobs_KV.gather(-1, ids_1N[0, -kept:, None])[:, 0]

@@ -23,7 +23,7 @@ from asyncrl.errors import ConfigError
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-class Exchange(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     """[P, ...] -> [P, ...]: part i goes to rank i, and comes from rank i. Its backward pass does the same."""
 
     @staticmethod
@@ -35,7 +35,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        parts: Tensor = Exchange.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
+        parts: Tensor = _Exchange.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
         return parts, None
 
 
@@ -45,11 +45,9 @@ class Part:
 
     input_ids_n: Tensor
     position_ids_n: Tensor
-    # Of all N tokens; padding is a sequence of its own.
-    sequence_starts: tuple[int, ...]
-    # Which action tokens are predicted here, and where in n.
-    own_t: Tensor
-    source_t: Tensor
+    sequence_starts: tuple[int, ...]  # of all N tokens; padding is a sequence of its own
+    own_t: Tensor  # which action tokens are predicted here
+    source_t: Tensor  # where in n
 
 
 class SequenceRanks:
@@ -126,7 +124,7 @@ class SequenceRanks:
             )
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        received: Tensor = Exchange.apply(parts, self._group)  # type: ignore[no-untyped-call]
+        received: Tensor = _Exchange.apply(parts, self._group)  # type: ignore[no-untyped-call]
         return received
 
 

@@ -37,9 +37,8 @@ from asyncrl.algo.staleness import lag_bound
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
-from asyncrl.buffer.judge import make_judge
+from asyncrl.buffer.judge import Gate, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer

@@ -14,8 +14,7 @@ from redis.exceptions import RedisError
 
 from asyncrl.algo.trainable import UNTRAINABLE
 from asyncrl.buffer.base import DEADLY, PutOutcome, kind_of
-from asyncrl.buffer.gate import DEAD
-from asyncrl.buffer.judge import DISCARDED_LINEAGE
+from asyncrl.buffer.judge import DEAD, DISCARDED_LINEAGE
 from asyncrl.errors import StoreError
 from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
 from asyncrl.weights.base import MEASUREMENTS

@@ -17,9 +17,8 @@ from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome, Take
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
-from asyncrl.buffer.judge import make_judge
+from asyncrl.buffer.judge import Gate, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.algo.filters import GroupOutcome
 from asyncrl.buffer.base import PutOutcome
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
-from asyncrl.buffer.judge import DISCARDED_LINEAGE, make_judge
+from asyncrl.buffer.judge import DISCARDED_LINEAGE, Gate, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ledgers_of

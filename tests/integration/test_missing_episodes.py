@@ -10,7 +10,7 @@ from asyncrl.algo.trainable import GroupLimits
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Planner
 from asyncrl.buffer.base import BufferRules, PutOutcome
-from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.judge import Gate
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.config import registry
 from asyncrl.config.environment_section import EnvironmentConfig

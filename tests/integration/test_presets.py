@@ -192,7 +192,7 @@ class Recorded:
     steps: list[Step] = field(default_factory=list)
 
     def collect(self, version: int) -> Collected:
-        return Collected(groups=tuple(self.batches[version]), rejected=(), takes=1)
+        return Collected(groups=[*self.batches[version]], takes=1)
 
     def publish(self, version: int) -> None:
         self.weights.append({name: tensor.clone() for name, tensor in self.trainer.tensors()})

@@ -407,12 +407,12 @@ def test_a_store_that_evicts_is_refused(connection):
 
 def test_a_store_with_less_memory_than_the_cap_is_refused(connection):
     connection.client.config_set("maxmemory", 0)
-    connection.check_room(1 << 40)  # it has no limit of its own
+    connection.check(1 << 40)  # it has no limit of its own
     connection.client.config_set("maxmemory", 1 << 30)
     try:
-        connection.check_room(1 << 30)
+        connection.check(1 << 30)
         with pytest.raises(StoreRefused, match=r"maxmemory 1 GiB, below store.max_gib \(2\)"):
-            connection.check_room(2 << 30)
+            connection.check(2 << 30)
     finally:
         connection.client.config_set("maxmemory", 0)
 

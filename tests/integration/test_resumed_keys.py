@@ -19,8 +19,8 @@ import yaml
 
 from asyncrl.buffer.base import kind_of
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected
+from asyncrl.buffer.judge import Gate
 from asyncrl.buffer.lanes import eval_lane, group_limits, open_intake, train_lane
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.server import StoreServer

@@ -12,8 +12,8 @@ import pytest
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.judge import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import PLACES, RedisBuffer
 from asyncrl.buffer.server import StoreServer

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.algo.trainable import GroupLimits
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.judge import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.types import Group, Rollout, VersionSpan

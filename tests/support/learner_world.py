@@ -22,7 +22,7 @@ class World(FakeTrainer):
 
     def collect(self, version):
         self.events.append(f"collect {version}")
-        return Collected(groups=tuple(mixed_batch().groups), rejected=(), takes=1)
+        return Collected(groups=[*mixed_batch().groups], takes=1)
 
     def publish(self, version):
         self.events.append(f"publish {version}")

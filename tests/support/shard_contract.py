@@ -12,9 +12,8 @@ from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.staleness import lag_bound
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
-from asyncrl.buffer.judge import make_judge
+from asyncrl.buffer.judge import Gate, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, join, ledgers_of, split
 from asyncrl.lineage import INITIAL, History, Weights

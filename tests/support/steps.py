@@ -61,7 +61,7 @@ def step(*rollouts: Rollout, results: tuple[StepResult, ...] = ()) -> Step:
     )
     return Step(
         version=1,
-        collected=Collected(groups=(group,), rejected=(), takes=1),
+        collected=Collected(groups=[group], takes=1),
         plan=Plan(minibatches=(), sequences=(sequence,) * count, rewards=rewards),
         results=results,
         seconds={"train": 1.0},

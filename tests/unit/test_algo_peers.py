@@ -12,9 +12,9 @@ from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.corrections import combined, none
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.kl import bias_corrected
+from asyncrl.algo.losses import value_loss
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.algo.value import value_loss
 from asyncrl.batch.coefficients import adapt_coefficient
 from asyncrl.config import registry
 

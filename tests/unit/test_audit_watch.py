@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
-from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.judge import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.buffer.watch import CHECK_EVERY_S, AuditWatch

@@ -411,7 +411,7 @@ def played(seed: int) -> Step:
     results = [FakeTrainer().step(minibatch.microbatches, None) for minibatch in plan.minibatches]
     return Step(
         version=6,
-        collected=Collected(groups=tuple(groups), rejected=(), takes=1),
+        collected=Collected(groups=[*groups], takes=1),
         plan=plan,
         results=tuple(results),
         seconds={"train": 1.0},

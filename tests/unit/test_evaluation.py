@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
-from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.judge import Gate
 from asyncrl.buffer.lanes import eval_lane
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer

@@ -135,7 +135,7 @@ FAULTS = {
     "fewer ids than counted": (lambda counts, ids: (counts, ids[:-1]), "contradict each other"),
     "an id beyond the vocabulary": (
         lambda counts, ids: (counts, np.where(ids == ids.max(), VOCABULARY, ids).astype(np.int32)),
-        f"kept_ids has {VOCABULARY}, but token_ids are",
+        f"entry of kept_ids (token_ids) is {VOCABULARY}, ",
     ),
     "a negative id": (
         lambda counts, ids: (counts, np.where(ids > 500, -1, ids).astype(np.int32)),
@@ -159,7 +159,7 @@ def test_a_rollout_whose_sets_are_wrong_is_rejected_with_the_reason(fault: str) 
 
 def test_sets_are_rejected_where_none_are_recorded_and_asked_for_where_they_are() -> None:
     group = with_sets(mixed_batch().groups[0])
-    assert "kept_ids has" in trainable(group, replace(LIMITS, required=(), sizes={}))
+    assert "entry of kept_ids (token_ids) is" in trainable(group, replace(LIMITS, required=(), sizes={}))
     assert "no column kept_counts" in trainable(mixed_batch().groups[0], LIMITS)
     many = group.rollouts[0]
     counts = many.recorded[KEPT_COUNTS] + np.int32(MOST_KEPT)

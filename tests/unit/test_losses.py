@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.aggregation import Counts
-from asyncrl.algo.losses import TokenLoss, highest_entropy
+from asyncrl.algo.losses import TokenLoss, highest_entropy, value_loss
 from asyncrl.algo.metrics import merge
-from asyncrl.algo.value import value_loss
 from asyncrl.config import registry
 from asyncrl.errors import ConfigError
 from tests.support.algo_cases import Case, Token, cast, make_case, pick, rows

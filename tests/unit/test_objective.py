@@ -10,8 +10,8 @@ from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import finish, merge
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.batch.critic_steps import critic_loss
 from asyncrl.batch.objective import Objective
+from asyncrl.batch.recipe import critic_loss
 from asyncrl.batch.resolve import make_objective
 from asyncrl.config.algorithm import AlgorithmConfig, ImitationConfig, KLConfig
 from asyncrl.config.base import Choice

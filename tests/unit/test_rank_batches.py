@@ -113,7 +113,7 @@ def test_a_frame_that_is_changed_between_ranks_is_noticed_by_its_digest() -> Non
             return found if found.isdigit() else found[:-1] + bytes([found[-1] ^ 1])
 
     taking = mock.Mock()
-    taking.poll.return_value = Collected(groups=(), rejected=(), takes=1, frames=(frame(1),))
+    taking.poll.return_value = Collected(takes=1, frames=[frame(1)])
     meeting = Meeting(2)
     runs: list[LeadRun | FollowerRun] = [
         lead_run(Careless(meeting, 0), taking),
@@ -149,7 +149,7 @@ def test_the_other_ranks_report_that_they_live_while_rank_0_reads_the_answers_of
     for module in (learner_runs, same_bytes):
         monkeypatch.setattr(module, "beat", lambda: beats.update([threading.get_ident()]), raising=False)
     taking = mock.Mock(**{"counters.return_value": {}})
-    taking.poll.return_value = Collected(groups=(), rejected=(), takes=1, frames=(frame(1),))
+    taking.poll.return_value = Collected(takes=1, frames=[frame(1)])
     lead, follower = lead_run(FakeTrainer(meeting, 0), taking), follower_run(FakeTrainer(meeting, 1))
     monkeypatch.setattr(lead.hub, "counters", dict)
 

@@ -161,8 +161,8 @@ def test_the_column_reaches_the_trainer_through_the_wire() -> None:
 
 WRONG = {
     "routed_experts has entries of the shape": np.zeros((3, 2), np.int16),
-    "routed_experts has 8, but experts are -1 ": np.full((2, 2), 8, np.int16),
-    "routed_experts has -2, but experts are -1 ": np.full((2, 2), -2, np.int16),
+    "entry of routed_experts (experts) is 8, -1 to 7 ": np.full((2, 2), 8, np.int16),
+    "entry of routed_experts (experts) is -2, -1 to 7 ": np.full((2, 2), -2, np.int16),
 }
 
 

@@ -84,7 +84,7 @@ class Recorded(World):
         self.steps = steps
 
     def collect(self, version: int) -> Collected:
-        return Collected(groups=tuple(self.steps[version]), rejected=(), takes=1)
+        return Collected(groups=[*self.steps[version]], takes=1)
 
 
 def recipe_of(steps: list[list[Group]], state: LearnerState | None = None, **algorithm: Any) -> Recipe:

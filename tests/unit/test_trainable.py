@@ -25,9 +25,8 @@ from asyncrl.algo.trainable import (
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Planner
 from asyncrl.buffer.base import GIVEN_UP, BufferRules, PutOutcome
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
-from asyncrl.buffer.judge import make_judge
+from asyncrl.buffer.judge import Gate, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, Rounds, summarise
@@ -194,7 +193,7 @@ def digest(
     plan = planner.plan(groups, sequences, planner.measure(trainer, sequences), 0.0)
     result = trainer.step(plan.minibatches[0].microbatches, None)
     taken_at = {one.ticket_id: 5.0 for one in (*groups, *(one for one, _ in rejected))}
-    collected = Collected(groups=groups, rejected=rejected, takes=1, taken_at=taken_at)
+    collected = Collected(groups=[*groups], rejected=[*rejected], takes=1, taken_at=taken_at)
     step = Step(
         version=4, collected=collected, plan=plan, results=(result,), seconds={"train": 1.0}, spans=(Span("train", 6.0, 1.0),)
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asyncrl.algo.value import explained_variance
+from asyncrl.algo.losses import explained_variance
 
 
 @pytest.mark.parametrize(
