@@ -81,12 +81,9 @@ class FakeEngine(Bookkeeping):
         while len(tokens) < spec.max_response_tokens and (is_table or EOS not in tokens[-1:]):
             await asyncio.sleep(self._token_s)
             await self._resumed.wait()
-            logits = self._row((tokens or prompt_ids)[-1])
-            logprobs_V = logprobs_of(logits, spec.temperature or 1.0)
-            is_greedy = spec.temperature == 0
-            drawn = logits if is_greedy else logprobs_V + self._random.gumbel(size=self._vocabulary)
-            tokens.append(int(drawn.argmax()))
-            logprobs.append(float(logprobs_V[tokens[-1]]))
+            token, logprob = self._draw((tokens or prompt_ids)[-1], spec.temperature)
+            tokens.append(token)
+            logprobs.append(logprob)
             sampled_by.append(self.weights)
             self._sampled_tokens += 1
         return Rollout(
@@ -97,6 +94,13 @@ class FakeEngine(Bookkeeping):
             version_spans=version_spans(sampled_by),
             finish_reason="stop" if is_table or tokens[-1:] == [EOS] else "length",
         )
+
+    def _draw(self, last: int, temperature: float) -> tuple[int, float]:
+        logits = self._row(last)
+        logprobs_V = logprobs_of(logits, temperature or 1.0)
+        drawn = logits if temperature == 0 else logprobs_V + self._random.gumbel(size=self._vocabulary)
+        token = int(drawn.argmax())
+        return token, float(logprobs_V[token])
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         self._require_alive()

@@ -106,7 +106,7 @@ class WeighedEngine(FakeEngine):
 
     def _draw(self, last: int, temperature: float) -> tuple[int, float]:
         seen = {int(value) for tensor in self.tensors for value in (tensor[0, 0], tensor[-1, -1])}
-        self.mixed += seen != {self._weights.version}
+        self.mixed += seen != {self.weights.version}
         return super()._draw(last, temperature)
 
     async def begin_update(self) -> None:
