@@ -26,24 +26,28 @@ PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 
 
 def _groups_can_be_compared(run: RunFields) -> Iterator[Mistake]:
-    batch, missing, advantage = run.batch, run.batch.missing_episodes, "algorithm.advantage"
+    batch, missing = run.batch, run.batch.missing_episodes
     name, params = run.algorithm.advantage.name, run.algorithm.advantage.params
     compares = name in GROUP_ADVANTAGES and params.get("threshold") is None
     if batch.group_size == 1 and (compares or (name == "distill" and params.get("reward"))):
-        yield clash("batch.group_size", 1, advantage, f"is {name}, which compares rollouts of one group")
+        text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; use "
+        yield broken("batch.group_size algorithm.advantage", f"{text}group_size >= 2 or another advantage")
+    key, found = "batch.missing_episodes", f"batch.missing_episodes is {missing}"
     if missing >= batch.group_size:
-        why = f"is {batch.group_size}, of which at least one episode must be left"
-        yield clash("batch.missing_episodes", missing, "batch.group_size", why)
+        text = f"{found}, but of batch.group_size {batch.group_size} at least one episode must be left"
+        yield broken(f"{key} batch.group_size", f"{text}; allowed is at most {batch.group_size - 1}")
     if missing and name == "grpo_passk":
-        why = f"is {name}, which maximises pass@k, where k is the size of a whole group"
-        yield clash("batch.missing_episodes", missing, advantage, why)
+        text = f"{found}, but advantage `{name}` maximises pass@k, where k is the size of a whole group"
+        yield broken(f"{key} algorithm.advantage", f"{text}; set it to 0, or take grpo or rloo")
     needed = registry.NEEDS.get(("advantage", name), frozenset())
     if run.environment.command and "turn_states_K" in needed:
-        why = "is an agent, which names no states, and turns from the same state are compared"
-        yield clash(advantage, name, "environment.command", why)
+        text = f"algorithm.advantage is {name}, which compares turns from the same state, but an agent "
+        text += "(environment.command) names no states; take rloo or grpo"
+        yield broken("algorithm.advantage environment.command", text)
     if not run.environment.is_used and needed & registry.OF_TURNS:
-        why = "is not set, and only an environment gives rewards or states of turns"
-        yield clash(advantage, name, "environment.uses", why)
+        text = f"algorithm.advantage is {name}, which needs rewards or states of turns, but there is no "
+        text += "environment to give them; set environment.uses, or take rloo or grpo"
+        yield broken("algorithm.advantage environment.uses", text)
 
 
 def episodes_can_fail(run: RunFields) -> Iterator[Mistake]:
@@ -70,8 +74,9 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
             text += "correction, policy_loss: truncated_reinforce, or max_lag: 0"
             yield broken(f"{proximal} algorithm.policy_loss staleness.max_lag", text)
         if algorithm.rejections:
-            why = "is behaviour, so the policies that they compare are the same"
-            yield clash("algorithm.rejections", "set", proximal, why)
+            text = f"algorithm.rejections compare proximal and behaviour policy, but {proximal} is behaviour,"
+            text += " the same; drop them, or set proximal: recompute"
+            yield broken(f"algorithm.rejections {proximal}", text)
     elif correction == "none" and ages and not _is_own(algorithm.policy_loss):
         keys = f"algorithm.correction {proximal} algorithm.policy_loss staleness.max_lag"
         text = f"algorithm.correction is none, but {proximal} is {algorithm.proximal}, whose loss leaves the "
@@ -94,8 +99,8 @@ def _pairs_are_trained_whole(run: RunFields) -> Iterator[Mistake]:
     name, policy = algorithm.advantage.name, run.staleness.policy
     sees_rewards = name in registry.ON_PAIRS or name == "distill"
     if sees_rewards and algorithm.kl.coefficient and algorithm.kl.placement == "reward":
-        why = f"is {name}, which has its own use of the reference"
-        yield clash("algorithm.kl.placement", "reward", key, why)
+        text = f"algorithm.kl.placement is reward, but advantage `{name}` has its own use of the reference"
+        yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss, or coefficient: 0")
     reason = f"advantage `{name}` is the gradient of a loss on whole episodes, at the weights before a step"
     wanted: tuple[tuple[str, object, object], ...] = (
         ("algorithm.policy_loss", algorithm.policy_loss.name, "reinforce"),
@@ -124,12 +129,13 @@ def _interpolation_saves_something(run: RunFields) -> Iterator[Mistake]:
             text += "log_linear gives them during the step; set recompute, or drop m2po and normalise"
             yield broken(f"{at}.normalise {at} {key}", text)
     if run.batch.optimizer_steps == 1:
-        why = "* epochs is 1, and with one optimizer step the exact policy costs no forward pass"
-        yield clash(key, "log_linear", "batch.minibatches batch.epochs", why)
+        text = f"{key} is log_linear, but with one optimizer step per batch (batch.minibatches * epochs) the "
+        text += "exact proximal policy costs no forward pass; set proximal: recompute"
+        yield broken(f"{key} batch.minibatches batch.epochs", text)
     if run.staleness.max_lag == 0:
-        yield clash(
-            key, "log_linear", "staleness.max_lag", "is 0, at which it is the behaviour policy itself"
-        )
+        text = f"{key} is log_linear, which is the behaviour policy itself at staleness.max_lag 0; set "
+        text += "proximal: behaviour with correction: none, or recompute"
+        yield broken(f"{key} staleness.max_lag", text)
 
 
 def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
@@ -139,14 +145,13 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
     for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
         found, is_read = getattr(kl, key), has_reference and key in ("estimator", "reference_decay")
         if found != getattr(KLConfig(), key) and not kl.coefficient and not is_read:
-            found, why = (
-                getattr(found, "name", found),
-                "is 0 and stays so: there is no reference model (0.001 gives one)",
-            )
-            yield clash(f"algorithm.kl.{key}", found, "algorithm.kl.coefficient", why)
+            text = f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient is "
+            text += "0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it"
+            yield broken(f"algorithm.kl.{key} algorithm.kl.coefficient", text)
     if reference and not (kl.coefficient or has_reference):
-        why = f"is 0, and advantage `{advantage.name}` needs no reference"
-        yield clash("algorithm.reference", "set", "algorithm.kl.coefficient algorithm.advantage", why)
+        text = f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses "
+        text += "a reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
+        yield broken("algorithm.reference algorithm.kl.coefficient algorithm.advantage", text)
     if reference and reference.path is None and reference.template is None:
         text = "algorithm.reference has no path, so it is model.path, and reads what the policy reads; set "
         yield broken("algorithm.reference", f"{text}path, or template, or drop it")
@@ -223,13 +228,15 @@ def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
     yield from wrong
     is_own, has_critic = _is_own(advantage), "values_T" in needed
     if lora is not None and has_critic:
-        yield clash(key, advantage.name, "model.lora", "is set, and its critic would train all its weights")
+        text = f"{key} is {advantage.name}, whose critic would train all its weights beside model.lora"
+        yield broken(f"{key} model.lora", f"{text}; choose one without, such as rloo")
     if not has_critic and not is_own and run.critic != CriticConfig():
-        yield clash("critic", "set", key, f"is {advantage.name}, which needs no values (gae does)")
-    warmup, steps = run.critic.warmup_steps, run.learner.steps
-    if has_critic and not is_own and warmup >= steps:
-        why = f"is {steps}: the policy would never learn"
-        yield clash("critic.warmup_steps", warmup, "learner.steps", why)
+        text = f"critic is set, but advantage `{advantage.name}` needs no values, so there is none; drop the "
+        yield broken(f"critic {key}", f"{text}section or set {key}: gae")
+    if has_critic and not is_own and run.critic.warmup_steps >= run.learner.steps:
+        text = f"critic.warmup_steps is {run.critic.warmup_steps} of {run.learner.steps} steps "
+        text += "(learner.steps): the policy would never learn; lower it"
+        yield broken("critic.warmup_steps learner.steps", text)
 
 
 def _corrections(run: RunFields) -> dict[str, Choice]:
@@ -273,11 +280,11 @@ def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
     if algorithm.advantage.name != "gdpo":
         return
     if algorithm.shaping:
-        why = "is gdpo, which sees the parts of the reward and not their sum; make it a reward function"
-        yield clash("algorithm.shaping", "set", key, why)
+        text = "algorithm.shaping changes the sum of the reward, but advantage `gdpo` sees its parts"
+        yield broken(f"algorithm.shaping {key}", f"{text}; make it a reward function")
     if algorithm.kl.placement == "reward":
-        why = "is gdpo, which sees only the parts of the reward"
-        yield clash("algorithm.kl.placement", "reward", key, why)
+        text = "algorithm.kl.placement is reward, but advantage `gdpo` sees only the parts of the reward"
+        yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss")
 
 
 def _rows_are_tracked(run: RunFields) -> Iterator[Mistake]:

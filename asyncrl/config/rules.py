@@ -37,15 +37,18 @@ def _hosts_reach_each_other(run: RunFields) -> Iterator[Mistake]:
     away = "control.bind" if control.bind is not None else "cluster.kind" if kind is not None else ""
     if transport in ("slot", "disk") and away:
         found = {"control.bind": control.bind, "cluster.kind": kind}[away]
-        why = f"is {found}, for generators of other hosts, which cannot read this host's memory and files"
-        yield clash("weights.transport", transport, away, why)
+        text = f"weights.transport is {transport}, but {away} is {found}, for generators of "
+        text += "other hosts, which cannot read this host's memory and files; leave the transport auto"
+        yield broken(f"weights.transport {away}", f"{text}, or drop {away}")
     if transport == "tcp" and not away:
-        why = "is not set: the learner listens on no network"
-        yield clash("weights.transport", "tcp", "control.bind", why)
+        text = "weights.transport is tcp, but without control.bind the learner listens on no network; set it"
+        text += " for generators of other hosts, or leave the transport auto"
+        yield broken("weights.transport control.bind", text)
     urls = {"control.bind": control.bind, "store.bind": run.store.bind, "store.url": run.store.url}
     for key, where in urls.items():
         if kind is not None and where is not None and addresses.stays_here(where):
-            yield clash(key, f"{where}, which only this host reaches", "cluster.kind", f"is {kind}")
+            text = f"{key} is {where}, which only this host reaches, but cluster.kind is {kind}; drop {key}"
+            yield broken(f"{key} cluster.kind", f"{text}, or give an address that the other hosts reach")
 
 
 def _listeners_differ(run: RunFields) -> Iterator[Mistake]:
@@ -129,15 +132,23 @@ def _steps_take_whole_groups(run: RunFields) -> Iterator[Mistake]:
     # Each shard contributes the same number of groups to every step.
     for key, number in (("batch.groups", batch.groups), ("staleness.window_groups", window)):
         if number is not None and number % shards:
-            yield clash("store.shards", shards, key, f"is {number}, which it does not divide")
+            text = f"store.shards is {shards}, which does not divide {key} ({number}); choose a divisor"
+            yield broken(f"store.shards {key}", f"{text}, or another {key}")
     if sampling.top_k < 0 and (sampling.top_p < 1.0 or sampling.min_p > 0.0):
         text = f"top_p={sampling.top_p:g}, min_p={sampling.min_p:g} without top_k may leave any number of "
         text += f"tokens, and each is recorded; set sampling.top_k, 1 to {MOST_KEPT}, such as 50"
         yield broken("sampling.top_p sampling.min_p sampling.top_k", text)
     if sampling.max_tokens > run.learner.tokens_per_microbatch:
-        why = f"+ max_response_tokens is {sampling.max_tokens}, the longest sequence"
-        others = "sampling.max_prompt_tokens sampling.max_response_tokens"
-        yield clash("learner.tokens_per_microbatch", run.learner.tokens_per_microbatch, others, why)
+        keys = "learner.tokens_per_microbatch sampling.max_prompt_tokens sampling.max_response_tokens"
+        text = f"learner.tokens_per_microbatch is {run.learner.tokens_per_microbatch}, less than the longest "
+        text += "sequence (sampling.max_prompt_tokens + max_response_tokens = "
+        yield broken(keys, f"{text}{sampling.max_tokens}); raise it")
+
+
+def _samples_differ(run: RunFields) -> Iterator[Mistake]:
+    if run.eval.samples > 1 and run.eval.temperature == 0:
+        text = f"eval.samples is {run.eval.samples} at eval.temperature 0: all would be equal"
+        yield broken("eval.samples eval.temperature", f"{text}; set a temperature")
 
 
 def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
@@ -170,8 +181,9 @@ def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
         yield broken(f"checkpoint.best checkpoint.every {key} learner.steps", text)
     hub = checkpoint.hub
     if hub is not None and hub.every is not None and hub.every % checkpoint.every:
-        why = f"is {checkpoint.every}, of which it is not a multiple: not every such step has a checkpoint"
-        yield clash("checkpoint.hub.every", hub.every, "checkpoint.every", why)
+        text = f"checkpoint.hub.every is {hub.every}, and checkpoint.every is {checkpoint.every}: not every "
+        text += "such step has a checkpoint; set a multiple of checkpoint.every"
+        yield broken("checkpoint.hub.every checkpoint.every", text)
 
 
 def _metrics(run: RunFields, metric: str) -> list[str]:
@@ -219,11 +231,13 @@ def _scores_have_names(run: RunFields) -> Iterator[Mistake]:
         text = "reward.functions is [] and there is no environment: nothing scores a response; name a "
         yield broken("reward.functions environment.uses", f"{text}function")
     if reward.sandbox != "none" and reward.memory_gib is None:
-        why = "is not set; 4 is enough for short programs"
-        yield clash("reward.sandbox", reward.sandbox, "reward.memory_gib", why)
+        text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is enough for short programs"
+        yield broken("reward.sandbox", text)
     if reward.sandbox != "none" and any(one.function == "code" for one in reward.functions):
-        why = "has `code`, which cannot make in it the sandbox that each program has"
-        yield clash("reward.sandbox", reward.sandbox, "reward.functions", why)
+        text = (
+            "is bubblewrap, in which `code` cannot make the sandbox that each program has; drop it, or `code`"
+        )
+        yield broken("reward.sandbox", text)
     for key, kind, tasks in (("data.train", "sources", train), ("data.eval", "sets", run.data.eval)):
         names = [one.label for one in tasks]
         if len({*names}) < len(names):
@@ -288,11 +302,13 @@ def _episodes_can_be_played(run: RunFields) -> Iterator[Mistake]:
         if getattr(environment, key) != getattr(EnvironmentConfig(), key):
             yield clash(f"environment.{key}", "set", "environment.uses data.train", "is not")
     if environment.uses and environment.command:
-        why = "is set too, and an episode has one environment"
-        yield clash("environment.uses", "set", "environment.command", why)
+        text = "environment.uses and environment.command are both set, and an episode has one environment"
+        yield broken("environment.uses environment.command", f"{text}; drop one of them")
+    # Only a chat template says how a model is shown tools.
     if isinstance(environment.uses, tuple) and environment.uses and not model.chat_template:
-        why = "is false, and only a template shows them (plain text takes a class with `reset` and `step`)"
-        yield clash("environment.uses", "a list of tools", "model.chat_template", why)
+        text = "environment.uses is a list of tools, but model.chat_template is false; set it to true, or "
+        text += "name a class with `reset` and `step` for plain text"
+        yield broken("environment.uses model.chat_template", text)
     if model.router_replay and run.generator.engine == "vllm":
         yield clash(router, "true", "generator.engine", "is vllm; only transformers tells the experts")
     if model.router_replay and environment.is_used:
@@ -303,8 +319,6 @@ def _groups_tell_something(run: RunFields) -> Iterator[Mistake]:
     size, shards, floor = run.batch.group_size, run.store.shards, run.data.curriculum.floor
     images, missing = run.data.images_key is not None, run.batch.missing_episodes
     alone = f"is {missing}, which leaves one episode, whose rewards are equal (at most {size - 2} is allowed)"
-    if run.eval.samples > 1 and run.eval.temperature == 0:
-        yield clash("eval.samples", run.eval.samples, "eval.temperature", "is 0: all would be equal")
     # TRL's columns hold one prompt with two answers.
     for is_wrong, other, text in (
         (run.environment.is_used, "environment.uses", "is set, and episodes are more than one answer"),
@@ -361,6 +375,7 @@ RULES: tuple[Callable[[RunFields], Iterator[Mistake]], ...] = (
     _processes_reach_each_other,
     _hosts_divide_the_work,
     _steps_take_whole_groups,
+    _samples_differ,
     _prompts_are_rendered,
     _scores_have_names,
     _asked_scorers_answer,

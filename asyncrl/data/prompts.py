@@ -142,10 +142,14 @@ class _Part:
                 return
 
     @property
+    def long(self) -> list[int]:
+        """The rows of those that were looked at whose prompts are above the limit."""
+        return [index for index, length in self.lengths.items() if length > self.limit]
+
+    @property
     def complaint(self) -> str:
         """Names the first prompts above the limit; empty if there are none."""
-        long = {index: length for index, length in self.lengths.items() if length > self.limit}
-        named = [f"{self.rows.place(index)}: {length} tokens" for index, length in long.items()]
+        named = [f"{self.rows.place(index)}: {self.lengths[index]} tokens" for index in self.long]
         shown = [*named[:_SHOWN], "..."] if len(named) > _SHOWN else named
         found = f"{len(named)} of {len(self.lengths)} of {self.rows.source}"
         return f"{found} ({', '.join(shown)})" if named else ""

@@ -138,26 +138,28 @@ def _read_csv(path: Path) -> dict[int, Row]:
     csv.field_size_limit(LONGEST_FIELD)
     lines = enumerate(_opened(path), start=1)
     reader = csv.reader((_text(line, path, number) for number, line in lines), strict=True)
+    header: list[str] = []
     rows: dict[int, Row] = {}
-    header, number = list[str](), 1  # the line in which a row begins
-    try:
-        for values in reader:
-            if not header:
-                header = values
-                if "" in header or len({*header}) < len(header):
-                    found = f"found the columns {', '.join(f'`{name}`' for name in header)}"
-                    cure = "the first row names the columns; give each a name of its own"
-                    raise DataError(f"{path}:{number}: {found}; {cure}")
-            elif values:
-                if len(values) != len(header):
-                    found = f"found {len(values)} values for {len(header)} columns ({', '.join(header)})"
-                    raise DataError(f'{path}:{number}: {found}; put a value with commas into "..."')
-                rows[number] = dict(zip(header, values, strict=True))
-            number = reader.line_num + 1
-    except csv.Error as error:
-        cure = 'put a value with commas, quotes or line ends into "...", and double a quote in it'
-        raise DataError(f"{path}:{number}: not CSV ({error}); {cure}") from error
-    return rows
+    while True:
+        number = reader.line_num + 1
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            cure = 'put a value with commas, quotes or line ends into "...", and double a quote in it'
+            raise DataError(f"{path}:{number}: not CSV ({error}); {cure}") from error
+        if values is None:
+            return rows
+        if not header:
+            header = values
+            if values and ("" in header or len({*header}) < len(header)):
+                found = f"found the columns {', '.join(f'`{name}`' for name in header)}"
+                cure = "the first row names the columns; give each a name of its own"
+                raise DataError(f"{path}:{number}: {found}; {cure}")
+        elif values:
+            if len(values) != len(header):
+                found = f"found {len(values)} values for {len(header)} columns ({', '.join(header)})"
+                raise DataError(f'{path}:{number}: {found}; put a value with commas into "..."')
+            rows[number] = dict(zip(header, values, strict=True))
 
 
 def _read_json(path: Path) -> list[Row]:

@@ -104,7 +104,7 @@ def test_a_task_has_one_environment_or_none(section, own, uses, command) -> None
             "run.yaml:10  data.eval: the sets have the names test, test, which must differ",
         ),
         ("data.eval.1.name=se", "data.eval: a set has the name se"),
-        ("data.eval.1.temperature=0", "data.eval.1.samples: eval.samples is 4, but eval.temperature is 0"),
+        ("data.eval.1.temperature=0", "data.eval.1.samples: eval.samples is 4 at eval.temperature 0"),
         ("data.eval.1.temperature=5", "data.eval.1.temperature: found 5; allowed is a number from 0 to 2"),
         ("data.eval.1.path=bare.jsonl", "run.yaml:12  data.eval.1.reward.0.function: wants column `answer`"),
         (
@@ -115,10 +115,7 @@ def test_a_task_has_one_environment_or_none(section, own, uses, command) -> None
         ("data.eval.1.reward=[nothing]", "data.eval.1.reward.0.function: found no built-in `nothing`"),
         ("data.eval.1.reward=[gsm8k, gsm8k]", "data.eval.1.reward: the functions need different names"),
         ("data.train.1.environment.uses=game.py:Gess", "data.train.1.environment.uses: found no `Gess`"),
-        (
-            "data.train.1.environment.command=[x]",
-            "data.train.1.environment.uses: environment.uses is set, but environment.command",
-        ),
+        ("data.train.1.environment.command=[x]", "data.train.1.environment.uses: environment.uses and"),
         ("data.train.1.environment.uses=[]", "data.train.1.reward: reward.functions is [] and there is no"),
         ("data.train.1.name=right", "data.train.1: right is also the name of a part of the reward"),
         ("checkpoint.best=eval/accuracy", "begin with eval/test/, eval/math/; name one of these"),

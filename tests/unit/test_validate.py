@@ -150,12 +150,7 @@ MISTAKES = [
     ),
     ("  path: ./model", "  path: ./modle", "model.path", "did you mean `model`?"),
     ("  every: 50", "  every: 50\n  every: 20", "checkpoint.every", "delete one of them"),
-    (
-        "eval:\n  every: 10",
-        "eval:\n  every: 10\n  samples: 4",
-        "eval.samples",
-        "all would be equal; change it",
-    ),
+    ("eval:\n  every: 10", "eval:\n  every: 10\n  samples: 4", "eval.samples", "set a temperature"),
 ]
 
 
@@ -261,7 +256,7 @@ def test_a_teacher_is_looked_at_as_the_model_is_and_must_have_its_tokens(tmp_pat
 
 def test_a_rule_names_its_key_once_and_an_existing_path_is_not_called_absent():
     for override, said in {
-        "batch.group_size=1": "  batch.group_size: is 1, but algorithm.advantage is grpo, which compares",
+        "batch.group_size=1": "  batch.group_size: is 1, but advantage `grpo` compares",
         "model.path=./model/config.json": "  model.path: found ./model/config.json, which is a file; give",
     }.items():
         (line,) = said_of(GOOD, override)
