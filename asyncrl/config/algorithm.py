@@ -3,10 +3,12 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from asyncrl.algo.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
-from asyncrl.config.base import REFUSED, Choice, Part, Settings, marked, refused
+from asyncrl.config.base import REFUSED, Choice, Part, marked, refused
+
+ANY_SETTINGS = {"type": "object", "additionalProperties": True}
 
 _TEACHER = refused("the training so far was held to the other reference")
 
@@ -141,7 +143,9 @@ class OptimizerConfig(Part):
     """Optimizer steps of linear rise to `lr`; below 1 a share of all."""
     schedule: Schedule = "constant"
     """Schedule of transformers after the warm-up, until `learner.steps`."""
-    schedule_arguments: Settings = Field(default_factory=dict)
+    schedule_arguments: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(
+        default_factory=dict
+    )
     """Arguments of the schedule, such as `num_decay_steps`."""
     max_grad_norm: Positive = 1.0
     """Norm to which a larger gradient is scaled down."""

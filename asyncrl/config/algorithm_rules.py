@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from asyncrl.config import registry
 from asyncrl.config.algorithm import CriticConfig, KLConfig, OptimizerConfig
-from asyncrl.config.base import Choice, Mistake, broken, clash
+from asyncrl.config.base import Choice, Mistake, broken
 from asyncrl.config.reward_section import TEACHER_NAME, reward_parts
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import BatchConfig, LearnerConfig
@@ -54,8 +54,8 @@ def episodes_can_fail(run: RunFields) -> Iterator[Mistake]:
     """A rule of the run: of several sources, one with an environment is enough."""
     key, missing = "batch.missing_episodes", run.batch.missing_episodes
     if missing and not any(one.environment.is_used for one in run.training):
-        why = "names no environment, and only episodes can fail alone"
-        yield clash(key, missing, "environment.uses data.train", why)
+        text = f"{key} is {missing}, but only episodes of an environment can fail alone; drop it, or name an "
+        yield broken(f"{key} environment.uses data.train", f"{text}environment")
 
 
 def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
@@ -159,13 +159,13 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
         text = "algorithm.reference has no path, so the teacher is model.path without model.lora.start, and "
         text += "would draw the policy back to it; set the path of a whole model (`asyncrl export --merge`)"
         yield broken("algorithm.reference model.lora.start", text)
-    decay, key = kl.reference_decay, "algorithm.kl.reference_decay"
-    if reference and decay < 1:
-        why = f"is {decay:g} and would mix the policy's weights into it"
-        yield clash("algorithm.reference", "a model of its own", key, why)
-    if run.model.lora is not None and decay != 1:
-        why = "is set: the reference is the policy as it began, which does not move"
-        yield clash(key, f"{decay:g}", "model.lora", why)
+    key = "algorithm.kl.reference_decay"
+    if reference and kl.reference_decay < 1:
+        text = f"algorithm.reference is a model of its own, and {key} would mix the policy's weights into it"
+        yield broken(f"algorithm.reference {key}", f"{text}; drop one of them")
+    if run.model.lora is not None and kl.reference_decay != 1:
+        text = f"{key} is {kl.reference_decay:g}, but with model.lora the reference is the policy as it "
+        yield broken(f"{key} model.lora", f"{text}began, which does not move; drop {key}, or model.lora")
 
 
 def _a_scorer_can_teach(run: RunFields) -> Iterator[Mistake]:
@@ -178,13 +178,15 @@ def _a_scorer_can_teach(run: RunFields) -> Iterator[Mistake]:
         (TEACHER_NAME in run.scorers, f"scorers.{TEACHER_NAME}", "has the name of the teacher's processes"),
     ):
         if teacher and teacher.scorers and is_wrong:
-            yield clash(key, teacher.scorers, other, found)
-    template = "algorithm.reference.template"
+            text = f"{key} is {teacher.scorers}, but {other} {found}; change it, or drop {key}"
+            yield broken(f"{key} {other}", text)
+    told = "algorithm.reference.template"
     if teacher and teacher.template is not None and not teacher.scorers:
-        yield clash(template, "set", key, "is 0, and in the learner a teacher reads what the policy reads")
+        text = f"{told} is set, but {key} is 0, and in the learner a teacher reads what the policy reads"
+        yield broken(f"{told} {key}", f"{text}; set it to 1, or drop {told}")
     if teacher and teacher.template is not None and run.environment.is_used:
-        why = "is set, and the template stands in place of one prompt, of which episodes have many"
-        yield clash(template, "set", "environment.uses", why)
+        text = f"{told} stands in place of the prompt of a row, and episodes have many; drop it, or the "
+        yield broken(f"{told} environment.uses", f"{text}environment")
 
 
 def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
@@ -196,7 +198,8 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
         text += "true, or placement: reward"
         yield broken(f"{key} {corrected} {placement} algorithm.kl.coefficient", text)
     if kl.bias_corrected and kl.placement == "reward":
-        yield clash(corrected, "true", placement, "is reward, where the KL has no gradient")
+        text = f"{corrected} is true, but {placement} is reward, where the KL has no gradient; drop it, or "
+        yield broken(f"{corrected} {placement}", f"{text}set placement: loss")
     if kl.coefficient and kl.placement == "reward" and name in PLAIN:
         text = f"{key} is {name}, which differs from {PLAIN[name]} in its gradient only, and the reward uses "
         text += f"the value only; set {PLAIN[name]}"
@@ -205,8 +208,9 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
     for section, name, keys in ((kl, "kl", ("horizon",)), (entropy, "entropy", ("step", "maximum"))):
         for unread in keys if section.target is None else ():
             if (found := getattr(section, unread)) != type(section).model_fields[unread].default:
-                at, why = f"algorithm.{name}.{unread}", "is not set: the coefficient stays as it is"
-                yield clash(at, f"{found:g}", f"algorithm.{name}.target", why)
+                at, target = f"algorithm.{name}.{unread}", f"algorithm.{name}.target"
+                text = f"{at} is {found:g}, but without {target} the coefficient stays as it is; set "
+                yield broken(f"{at} {target}", f"{text}{target}, or drop it")
     if entropy.target is not None and not 0 <= entropy.coefficient <= entropy.maximum:
         text = f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive "
         text += f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed "
@@ -344,7 +348,8 @@ def _an_optimizer_gets_what_it_steps(run: RunFields) -> Iterator[Mistake]:
         if kind == "muon" and stage > half:
             yield broken(keys, f"{text}{int(half)}, or kind: adamw")
         if kind != "adamw" and offload:
-            yield clash(f"{where}.kind", kind, "learner.offload_optimizer", "steps AdamW only")
+            text = f"{where}.kind is {kind}, but learner.offload_optimizer steps AdamW only; set kind: adamw"
+            yield broken(f"{where}.kind learner.offload_optimizer", f"{text}, or drop it")
     # DeepSpeed's stages 1 and 2 keep a gradient that is not finite in host memory for all later steps.
     if offload and stage != 3:
         text = f"learner.offload_optimizer is true, but learner.zero_stage is {stage}, with which DeepSpeed "
@@ -352,8 +357,8 @@ def _an_optimizer_gets_what_it_steps(run: RunFields) -> Iterator[Mistake]:
         text += "rank too, or drop offload_optimizer"
         yield broken("learner.offload_optimizer learner.zero_stage", text)
     if offload and run.learner.device == "cpu":
-        why = "is cpu, where all is in host memory"
-        yield clash("learner.offload_optimizer", "true", "learner.device", why)
+        text = "learner.offload_optimizer is true, but on learner.device cpu all is in host memory; drop it"
+        yield broken("learner.offload_optimizer learner.device", text)
 
 
 def _rates_fall(run: RunFields) -> Iterator[Mistake]:
@@ -364,8 +369,9 @@ def _rates_fall(run: RunFields) -> Iterator[Mistake]:
             text = f"{where}.warmup_steps is {optimizer.warmup_steps} of {formed}: the rate would never fall"
             yield broken(keys, f"{text}; lower it, or drop schedule")
         if optimizer.schedule == "constant" and optimizer.schedule_arguments:
-            given = ", ".join(optimizer.schedule_arguments)
-            yield clash(f"{where}.schedule_arguments", given, f"{where}.schedule", "is constant")
+            text = f"{where}.schedule_arguments has {', '.join(optimizer.schedule_arguments)}, but {where}."
+            text += "schedule is constant; set one that takes it, or drop it"
+            yield broken(f"{where}.schedule_arguments {where}.schedule", text)
 
 
 def _is_own(choice: Choice) -> bool:

@@ -16,8 +16,6 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 
-# Arguments of what is not ours, by name.
-Settings = Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})]
 # The path to a value: keys of sections and indices of lists.
 Keys = tuple[str | int, ...]
 # Context of a validation that checks each section, but not whether they agree.
@@ -95,15 +93,6 @@ class Mistake(NamedTuple):
 def broken(keys: str, text: str) -> Mistake:
     """Return a mistake of keys that blanks divide."""
     return Mistake(tuple(keys.split()), text)
-
-
-def clash(key: str, found: object, other: str, text: str) -> Mistake:
-    """Return the mistake of a key that is `found`, which does not go with another one.
-
-    `text` says what the other key is, and why. Behind its name may be further keys that the mistake concerns.
-    """
-    but = f"{other.partition(' ')[0]} {text}"
-    return broken(f"{key} {other}", f"{key} is {found}, but {but}; change it, or drop {key}")
 
 
 class Mistakes(ValueError):

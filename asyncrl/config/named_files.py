@@ -56,12 +56,8 @@ def file_problems(config: Config) -> Iterator[Mistake]:
     yield from _sizes(config)
     yield from _teacher(config)
     yield from _scorers(config)
-    for key, one in config.reward_functions.items():
-        if isinstance(one.remote, HttpReward):
-            needed = JUDGES if any(one.remote.model_dump(include=LIMITS).values()) else JUDGES[:1]
-            if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-                found = f"is {one.function}, but {' and '.join(missing)} is not installed"
-                yield Mistake((f"{key}.function",), f"{found}; {install_command('judge')}")
+    yield from _division(config)
+    yield from _judges(config)
     if config.cluster.kind == "ray" and importlib.util.find_spec("ray") is None:
         yield Mistake(("cluster.kind",), f"is ray, but ray is not installed; {install_command('ray')}")
     yield from tracker_problems(config.telemetry)
@@ -70,19 +66,23 @@ def file_problems(config: Config) -> Iterator[Mistake]:
 def data_problems(places: Mapping[str, str | None]) -> Iterator[Mistake]:
     """Find a source of rows, by its key, that has none on this host."""
     for key, source in places.items():
-        path = Path(source or "")
-        if source == "":
-            found = "found an empty text"
-        elif source is None or not is_local(source) or local_files(source):
-            continue
-        elif not path.is_dir():
-            found = unusable(source)
-        elif any(entry.suffix in SUFFIXES for entry in chain(path.glob("*"), path.glob("*/*"))):
-            continue
-        else:
-            found = f"found no data in the directory {source}"
-        cure = "give a file of rows, a pattern, a directory with some, or a Hugging Face dataset"
-        yield Mistake((key,), f"{found}; {cure}")
+        if found := _no_data(source):
+            cure = "give a file of rows, a pattern, a directory with some, or a Hugging Face dataset"
+            yield Mistake((key,), f"{found}; {cure}")
+
+
+def _no_data(source: str | None) -> str:
+    """Say why the source has no rows; return an empty text if it may have some, or is not set."""
+    if source == "":
+        return "found an empty text"
+    if source is None or not is_local(source):
+        return ""
+    path = Path(source)
+    if not path.is_dir():
+        return "" if local_files(source) else unusable(source)
+    entries = chain(path.glob("*"), path.glob("*/*"))
+    has_data = any(entry.suffix in SUFFIXES for entry in entries)
+    return "" if has_data else f"found no data in the directory {source}"
 
 
 def local_files(source: str) -> list[Path]:
@@ -262,6 +262,27 @@ def _sizes(config: Config) -> Iterator[Mistake]:
         yield Mistake(("generator.tensor_parallel",), f"found {generator.tensor_parallel}; {allowed}")
     if heads % learner.sequence_parallel:
         yield Mistake(("learner.sequence_parallel",), f"found {learner.sequence_parallel}; {allowed}")
+
+
+def _division(config: Config) -> Iterator[Mistake]:
+    sequences = config.batch.sequences // config.batch.minibatches
+    if sequences < config.learner.shares:
+        most = sequences * config.learner.sequence_parallel
+        found = f"found {config.learner.ranks} ranks for {sequences} sequences per optimizer step"
+        text = (
+            f"{found} (batch.groups * group_size / minibatches); allowed is at most {most}; use fewer ranks"
+        )
+        yield Mistake(("learner.ranks",), text)
+
+
+def _judges(config: Config) -> Iterator[Mistake]:
+    for key, one in config.reward_functions.items():
+        if isinstance(one.remote, HttpReward):
+            has_limit = any(one.remote.model_dump(include=LIMITS).values())
+            needed = JUDGES if has_limit else JUDGES[:1]
+            if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+                found = f"is {one.function}, but {' and '.join(missing)} is not installed"
+                yield Mistake((f"{key}.function",), f"{found}; {install_command('judge')}")
 
 
 def tracker_problems(telemetry: TelemetryConfig) -> Iterator[Mistake]:

@@ -1,14 +1,23 @@
 """The section `reward`: functions that run in processes of the run, and rewards that a service computes."""
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Processes
-from asyncrl.config.base import Mistakes, Part, Settings, broken, marked
+from asyncrl.config.base import Mistake, Mistakes, Part, marked
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.config.registry import complaint
 
@@ -148,7 +157,9 @@ class RewardFunctionConfig(Part):
     function: str
     """`module:function`, `path.py:function`, a built-in such as `math` (rewards.md), or a service:
     `http_reward`, `llm_judge`, `model_score`, `model_judge` (judges.md)."""
-    params: Settings = Field(default_factory=dict)
+    params: Annotated[
+        dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})
+    ] = Field(default_factory=dict)
     """Arguments by name, in place of columns; of a service, its parameters."""
     weight: float = 1.0
     """Factor in the sum."""
@@ -168,24 +179,27 @@ class RewardFunctionConfig(Part):
 
     @model_validator(mode="after")
     def _service_has_its_parameters(self) -> Self:
-        found = []
+        # Mistakes are of all functions: a draft has a stand-in for them, but not for a service.
+        key, kind = ("reward.functions",), REMOTE.get(self.function)
+        if kind is None:
+            return self
         try:
             _ = self.remote
         except ValidationError as error:
-            for detail in error.errors():
-                name = str(detail["loc"][0])
-                value = self.params.get(name)
-                if name == "key_env" or "@" in str(value):
-                    value = "***"  # perhaps the key itself, or a password
-                reason = detail.get("ctx", {}).get("error")
-                said = f": `{name}` is {value!r}; {reason}"
-                said = said if reason else complaint(REMOTE[self.function], name, detail["type"], value)
-                # Mistakes are of all functions: a draft has a stand-in for them, but not for a service.
-                text = f"params of `{self.function}`{said}; correct it there"
-                found.append(broken("reward.functions", text))
-        if found:
-            raise Mistakes(*found)
+            found = [f"params of `{self.function}`{_said(kind, self.params, one)}" for one in error.errors()]
+            raise Mistakes(*(Mistake(key, f"{one}; correct it there") for one in found)) from None
         return self
+
+
+def _said(kind: type[Remote], params: dict[str, Any], detail: Mapping[str, Any]) -> str:
+    """What is wrong with a parameter."""
+    name = str(detail["loc"][0])
+    value = params.get(name)
+    if name == "key_env" or "@" in str(value):
+        value = "***"  # perhaps the key itself, or a password
+    if reason := detail.get("ctx", {}).get("error"):
+        return f": `{name}` is {value!r}; {reason}"
+    return complaint(kind, name, detail["type"], value)
 
 
 def _names_differ(functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
@@ -217,6 +231,13 @@ class RewardConfig(Part):
     `bwrap`."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
     """Address-space limit of each reward process; unset for rewards on a GPU."""
+
+    @model_validator(mode="after")
+    def _code_has_its_own_sandbox(self) -> Self:
+        if self.sandbox != "none" and any(one.function == "code" for one in self.functions):
+            found = "is bubblewrap, in which `code` cannot make the sandbox that each program has"
+            raise Mistakes(Mistake(("reward.sandbox",), f"{found}; drop it, or `code`"))
+        return self
 
     @property
     def judgement_bytes(self) -> int:

@@ -13,7 +13,7 @@ from asyncrl.algo.ranges import MOST_KEPT
 from asyncrl.config import addresses
 from asyncrl.config.addresses import AUTO, CONTROL_PORT, STORE_PORT, filled_in, host_of
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES, episodes_can_fail, weighted_parts_exist
-from asyncrl.config.base import Mistake, broken, clash
+from asyncrl.config.base import Mistake, broken
 from asyncrl.config.checkpoint_section import METRICS
 from asyncrl.config.data_section import drawn, prefix_of
 from asyncrl.config.environment_section import EnvironmentConfig
@@ -72,8 +72,8 @@ def _listeners_differ(run: RunFields) -> Iterator[Mistake]:
 def _processes_reach_each_other(run: RunFields) -> Iterator[Mistake]:
     control, weights, transport = run.control, run.weights, run.weights.transport
     if transport == "nccl" and weights.slots == "host":
-        why = "is nccl, which sends from the learner's GPU"
-        yield clash("weights.slots", "host", "weights.transport", why)
+        text = "weights.slots is host, but weights.transport is nccl, which sends from the learner's GPU"
+        yield broken("weights.slots weights.transport", f"{text}; leave one of them auto")
     if control.hang_s < 2 * weights.deadline_s:
         text = f"control.hang_s is {control.hang_s:g}, but an engine that receives weights is silent for up "
         text += f"to weights.deadline_s ({weights.deadline_s:g} s) and would be killed; use hang_s >= "
@@ -94,7 +94,8 @@ def _processes_reach_each_other(run: RunFields) -> Iterator[Mistake]:
         text = f"store.url is {url}: {ways}. In a private network set store.insecure: true"
         yield broken("store.url", text)
     if url is not None and run.store.bind is not None:
-        yield clash("store.bind", run.store.bind, "store.url", "names a server that is not the run's own")
+        text = "store.bind is for the run's own server, but store.url names another server; drop one"
+        yield broken("store.bind store.url", text)
 
 
 def _hosts_divide_the_work(run: RunFields) -> Iterator[Mistake]:
@@ -104,7 +105,8 @@ def _hosts_divide_the_work(run: RunFields) -> Iterator[Mistake]:
         text = "cluster.kind is set, but generator.count is not; set it to the generators of each host"
         yield broken("generator.count cluster.kind", text)
     if hosts > 1 and run.cluster.kind is None:
-        yield clash("cluster.learner_hosts", hosts, "cluster.kind", "is not set: nothing places hosts")
+        text = f"{found}, but cluster.kind is not set; set it to what places hosts, or drop learner_hosts"
+        yield broken("cluster.learner_hosts cluster.kind", text)
     if ranks % per_sequence:
         text = f"found {per_sequence}, which does not divide learner.ranks ({ranks}); set one of "
         yield broken("learner.sequence_parallel learner.ranks", f"{text}{divisors(ranks)}, or other ranks")
@@ -115,12 +117,6 @@ def _hosts_divide_the_work(run: RunFields) -> Iterator[Mistake]:
         text = f"{found}, with {ranks // hosts} ranks each, of which learner.sequence_parallel "
         text += f"({per_sequence}) would divide a sequence over two hosts; set one of "
         yield broken("learner.sequence_parallel cluster.learner_hosts", f"{text}{divisors(ranks // hosts)}")
-    if (sequences := run.batch.sequences // run.batch.minibatches) < run.learner.shares:
-        text = (
-            f"found {ranks} ranks for {sequences} sequences per optimizer step (batch.groups * group_size / "
-        )
-        text += f"minibatches); allowed is at most {sequences * per_sequence}; use fewer ranks"
-        yield broken("learner.ranks", text)
 
 
 def _steps_take_whole_groups(run: RunFields) -> Iterator[Mistake]:
@@ -207,22 +203,25 @@ def _prompts_are_rendered(run: RunFields) -> Iterator[Mistake]:
     systems = {"data.system": data.system} | {f"{at}.system": one.system for at, one in data.tasks.items()}
     for key, value in systems.items():
         if value is not None and not run.model.chat_template:
-            yield clash(key, "set", "model.chat_template", "is false")
+            text = f"{key} is set, but model.chat_template is false; set it to true, or drop {key}"
+            yield broken(f"{key} model.chat_template", text)
     if how != "refuse" and data.images_key is not None:
-        why = "is set, and the rows of images are read without their prompts"
-        yield clash("data.long_prompts", how, "data.images_key", why)
+        text = f"data.long_prompts is {how}, but data.images_key is set, and the rows of images are read "
+        text += "without their prompts; set it to refuse, and remove the long rows"
+        yield broken("data.long_prompts data.images_key", text)
     elif how == "truncate" and plays:
-        why = "is set, and episodes render their messages again in each turn"
-        yield clash("data.long_prompts", how, "environment.uses", why)
+        text = "data.long_prompts is truncate, but episodes render their messages again in each turn"
+        yield broken("data.long_prompts environment.uses", f"{text}; set it to drop or refuse")
     # Images of rows are for prompts of single answers, whose row the sample plan alone decides.
     for is_wrong, key, found in (
-        (not run.model.chat_template, "model.chat_template", "is false, and only a template places images"),
-        (plays, "environment.uses", "is set, and episodes have text only"),
-        (data.curriculum.floor is not None, "data.curriculum.floor", "is set, and not every rank follows it"),
-        (run.learner.sequence_parallel > 1, "learner.sequence_parallel", "is over 1, and ranks divide text"),
+        (not run.model.chat_template, "model.chat_template", "false, and only a template places images"),
+        (plays, "environment.uses", "set, and episodes have text only"),
+        (data.curriculum.floor is not None, "data.curriculum.floor", "set, and not every rank follows it"),
+        (run.learner.sequence_parallel > 1, "learner.sequence_parallel", "over 1, and ranks divide text"),
     ):
         if data.images_key is not None and is_wrong:
-            yield clash("data.images_key", "set", key, found)
+            text = f"data.images_key is set, but {key} is {found}; change it, or drop data.images_key"
+            yield broken(f"data.images_key {key}", text)
 
 
 def _scores_have_names(run: RunFields) -> Iterator[Mistake]:
@@ -232,11 +231,6 @@ def _scores_have_names(run: RunFields) -> Iterator[Mistake]:
         yield broken("reward.functions environment.uses", f"{text}function")
     if reward.sandbox != "none" and reward.memory_gib is None:
         text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is enough for short programs"
-        yield broken("reward.sandbox", text)
-    if reward.sandbox != "none" and any(one.function == "code" for one in reward.functions):
-        text = (
-            "is bubblewrap, in which `code` cannot make the sandbox that each program has; drop it, or `code`"
-        )
         yield broken("reward.sandbox", text)
     for key, kind, tasks in (("data.train", "sources", train), ("data.eval", "sets", run.data.eval)):
         names = [one.label for one in tasks]
@@ -300,7 +294,8 @@ def _episodes_can_be_played(run: RunFields) -> Iterator[Mistake]:
     plays = any(one.is_used for one in (environment, *own))
     for key in sorted(environment.model_fields_set - {"uses"}) if not plays else ():
         if getattr(environment, key) != getattr(EnvironmentConfig(), key):
-            yield clash(f"environment.{key}", "set", "environment.uses data.train", "is not")
+            text = f"environment.{key} is set, but environment.uses is not; name the environment, or drop it"
+            yield broken(f"environment.{key} environment.uses data.train", text)
     if environment.uses and environment.command:
         text = "environment.uses and environment.command are both set, and an episode has one environment"
         yield broken("environment.uses environment.command", f"{text}; drop one of them")
@@ -309,31 +304,38 @@ def _episodes_can_be_played(run: RunFields) -> Iterator[Mistake]:
         text = "environment.uses is a list of tools, but model.chat_template is false; set it to true, or "
         text += "name a class with `reset` and `step` for plain text"
         yield broken("environment.uses model.chat_template", text)
-    if model.router_replay and run.generator.engine == "vllm":
-        yield clash(router, "true", "generator.engine", "is vllm; only transformers tells the experts")
-    if model.router_replay and environment.is_used:
-        yield clash(router, "true", "environment.uses", "is set, and episodes record no experts")
+    is_vllm = run.generator.engine == "vllm"
+    for is_wrong, key in ((is_vllm, "generator.engine"), (environment.is_used, "environment.uses")):
+        if model.router_replay and is_wrong:
+            text = f"{router} needs the engine transformers and no environment; change {key}"
+            yield broken(f"{router} {key}", text)
 
 
 def _groups_tell_something(run: RunFields) -> Iterator[Mistake]:
-    size, shards, floor = run.batch.group_size, run.store.shards, run.data.curriculum.floor
-    images, missing = run.data.images_key is not None, run.batch.missing_episodes
-    alone = f"is {missing}, which leaves one episode, whose rewards are equal (at most {size - 2} is allowed)"
+    batch, shards, pairs, floor = run.batch, run.store.shards, "telemetry.pairs", run.data.curriculum.floor
+    key = "data.curriculum.floor"
     # TRL's columns hold one prompt with two answers.
-    for is_wrong, other, text in (
-        (run.environment.is_used, "environment.uses", "is set, and episodes are more than one answer"),
-        (images, "data.images_key", "is set, and TRL's columns hold no image"),
-        (size == 1, "batch.group_size", "is 1: a group has no best and worst"),
-    ):
-        if run.telemetry.pairs and is_wrong:
-            yield clash("telemetry.pairs", "true", other, text)
-    for is_wrong, other, text in (
-        (size == 1, "batch.group_size", "is 1: one response always has equal rewards"),
-        (missing >= size - 1 > 0, "batch.missing_episodes", alone),
-        (shards > 1, "store.shards", f"is {shards}, which reject at different rates"),
-    ):
-        if floor is not None and is_wrong:
-            yield clash("data.curriculum.floor", floor, other, text)
+    if run.telemetry.pairs and run.environment.is_used:
+        text = f"{pairs} is true, but episodes of an environment are more than an answer to a prompt; drop it"
+        yield broken(f"{pairs} environment.uses", text)
+    if run.telemetry.pairs and run.data.images_key is not None:
+        text = f"{pairs} is true, but data.images_key is set, and TRL's columns hold no image; drop one"
+        yield broken(f"{pairs} data.images_key", text)
+    if run.telemetry.pairs and batch.group_size == 1:
+        text = f"{pairs} is true, but batch.group_size is 1: a group has no best and worst; drop it, or set 2"
+        yield broken(f"{pairs} batch.group_size", text)
+    if floor is None:
+        return
+    if batch.group_size == 1:
+        text = f"{key} is {floor:g}, but batch.group_size is 1: one response always has equal rewards; use "
+        yield broken(f"{key} batch.group_size", f"{text}group_size >= 2, or drop the curriculum")
+    elif batch.missing_episodes >= batch.group_size - 1:
+        text = f"{key} is {floor:g}, but batch.missing_episodes leaves one episode of a group, whose rewards "
+        text += f"are always equal; set at most {batch.group_size - 2}, or drop the curriculum"
+        yield broken(f"{key} batch.missing_episodes", text)
+    if shards > 1:
+        text = f"{key} is {floor:g}, but store.shards is {shards}, which reject at different rates; set "
+        yield broken(f"{key} store.shards", f"{text}store.shards: 1, or drop the curriculum")
 
 
 def lacking_room(run: RunFields, group_bytes: int = 0, held_out: int = 0) -> Iterator[Mistake]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, WithJsonSchema, field_validator
 
 from asyncrl.algo.ranges import (
     MOST_KEPT,
@@ -15,8 +15,8 @@ from asyncrl.algo.ranges import (
     Share,
 )
 from asyncrl.config.addresses import one_address, one_interface
-from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.config.base import OTHER_RUN, Choice, Part, Settings, marked, refused
+from asyncrl.config.algorithm import ANY_SETTINGS, OptimizerConfig
+from asyncrl.config.base import OTHER_RUN, Choice, Part, marked, refused
 from asyncrl.config.checkpoint_section import StopConfig
 from asyncrl.config.data_section import PROMPT
 from asyncrl.errors import DataError
@@ -165,7 +165,6 @@ class SamplingConfig(Part):
     top_k: Annotated[
         int,
         Field(ge=-1, le=MOST_KEPT),
-        AfterValidator(lambda top_k: top_k or -1),
         refused("stored groups have, or lack, the tokens that each of their tokens could have been"),
     ] = -1
     """Most probable tokens to sample and train among; -1 or 0 is all."""
@@ -185,6 +184,11 @@ class SamplingConfig(Part):
         if "" in stop:
             raise ValueError("sampling.stop holds an empty text, which would end every response; drop it")
         return stop
+
+    @field_validator("top_k")
+    @classmethod
+    def _zero_is_off(cls, top_k: int) -> int:
+        return top_k or -1
 
 
 class StalenessConfig(Part):
@@ -265,7 +269,7 @@ class GeneratorConfig(Part):
     """True prefills running requests again after each update."""
     lease_s: Annotated[float, Field(ge=1)] = 60.0
     """Time after which an unrenewed lease expires."""
-    vllm: Settings = Field(default_factory=dict)
+    vllm: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, such as `quantization: fp8`."""
 
 

@@ -6,7 +6,7 @@ It also says with which engines a run can train an adapter, and keep its base in
 import functools
 from collections.abc import Iterator
 
-from asyncrl.config.base import Mistake, broken, clash
+from asyncrl.config.base import Mistake, broken
 from asyncrl.config.library_fields import fields_in, misnamed, source_in
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import GeneratorConfig
@@ -79,15 +79,13 @@ def engine_takes_the_settings(run: RunFields) -> Iterator[Mistake]:
     lists, kind = "docs.vllm.ai lists them (engine arguments)", "argument of the installed vLLM"
     yield from misnamed("generator.vllm", generator.vllm, REFUSED.get, known, kind, lists)
     if run.sampling.min_p and generator.vllm.get("speculative_config"):
-        yield clash(
-            "sampling.min_p", "set", "generator.vllm", "has speculative_config, with which vLLM does no min_p"
-        )
+        found = "is set, which vLLM does not do with generator.vllm.speculative_config"
+        yield broken("sampling.min_p generator.vllm", f"{found}; drop one of them")
     only = {"tensor_parallel": 1, "recompute_kv": False, "vllm": {}} if generator.engine != "vllm" else {}
     for name, default in only.items():
         if (found := getattr(generator, name)) != default:
-            yield clash(
-                f"generator.{name}", found, "generator.engine", "is not vllm, which alone can do that"
-            )
+            text = f"generator.{name} is {found}, which only generator.engine: vllm can do; drop one of them"
+            yield broken(f"generator.{name} generator.engine", text)
 
 
 def adapter_fits_its_base(run: RunFields) -> Iterator[Mistake]:

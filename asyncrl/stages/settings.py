@@ -5,12 +5,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from asyncrl.algo.ranges import PositiveInt
 from asyncrl.config import named_files
-from asyncrl.config.algorithm import ReferenceConfig
-from asyncrl.config.base import OTHER_RUN, Mistake, Part, Root, Settings, broken, marked
+from asyncrl.config.algorithm import ANY_SETTINGS, ReferenceConfig
+from asyncrl.config.base import OTHER_RUN, Mistake, Part, Root, broken, marked
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.model_files import Unusable, read_settings
 from asyncrl.config.run_fields import RunConfig
@@ -90,7 +90,8 @@ class StageConfig(Root):
     teacher: ReferenceConfig | None = None
     """The model whose distribution a stage `distil` learns; it must have the tokenizer of model.path."""
     trl: Annotated[
-        Settings,
+        dict[str, JsonValue],
+        WithJsonSchema(ANY_SETTINGS),
         Field(default_factory=dict),
         marked(resume=(OTHER_RUN, "the order of the rows and the schedule of the steps follow from it")),
     ]

@@ -339,7 +339,7 @@ def test_a_template_shows_no_chat_messages(tmp_path, jsonl):
         ),
         (
             {"data": {"train": "t", "long_prompts": "truncate"}, "environment": {"uses": "play.py:Play"}},
-            "is truncate, but environment.uses is set, and episodes render",
+            "is truncate, but episodes render",
         ),
     ],
 )

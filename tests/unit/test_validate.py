@@ -501,7 +501,7 @@ def test_a_pattern_is_looked_at_file_by_file_and_must_match():
         ("path: other/train.csv", "the sources have the names train, train, which must differ; set `name`"),
         (
             "system: s",
-            "data.train.1.system: is set, but model.chat_template is false; change it, or drop",
+            "data.train.1.system: is set, but model.chat_template is false; set it to true, or drop",
         ),
         ("name: brief", "data.train.1: brief is also the name of a part of the reward, and both would be"),
     ],

@@ -116,7 +116,7 @@ def test_vllm_takes_no_path_of_a_model_for_a_pattern(name, tmp_path, monkeypatch
 def test_speculative_decoding_is_refused_with_min_p_which_vllm_cannot_do_then(config):
     settings = "{quantization: null, speculative_config: {method: ngram, num_speculative_tokens: 4}}"
     with pytest.raises(
-        ConfigError, match=r"sampling.min_p: is set, .*generator.vllm has speculative_config, .*or drop"
+        ConfigError, match=r"sampling.min_p: is set, .*generator.vllm.speculative_config; drop one"
     ):
         config(settings, "sampling.min_p=0.05", "sampling.top_k=20")
     assert "speculative_config" in config(settings)
@@ -126,8 +126,7 @@ def test_speculative_decoding_is_refused_with_min_p_which_vllm_cannot_do_then(co
 def test_what_only_vllm_can_do_is_refused_for_another_engine(tmp_path, setting):
     (path := tmp_path / "run.yaml").write_text(f"{RUN}generator:\n  engine: transformers\n  {setting}\n")
     with pytest.raises(
-        ConfigError,
-        match=f"{setting.split(':')[0]}: is .*, but generator.engine is not vllm, which alone can do that",
+        ConfigError, match=f"{setting.split(':')[0]}: is .*, which only generator.engine: vllm can do"
     ):
         load_config(path)
     path.write_text(path.read_text().replace("engine: transformers", "engine: vllm"))
