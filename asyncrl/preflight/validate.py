@@ -75,7 +75,9 @@ def _problems(
         is_boxed = config.reward.sandbox == "bubblewrap"
         if is_boxed and (problem := reward_sandbox(functions, config.run.root).problem()):
             found.append(Mistake(("reward.sandbox",), problem))
-    if resumes and (config.run.directory.exists() or path.name == "config.yaml"):
+    # Asked without `resumes`, too: it raises for a run.root that is too long.
+    is_there = config.run.directory.exists() or path.name == "config.yaml"
+    if resumes and is_there:
         # Heavy libraries, which a first run need not load.
         from asyncrl.run.directory import RunDirectory
         from asyncrl.run.saved import changes, moved, read_saved
