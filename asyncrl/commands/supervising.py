@@ -112,18 +112,19 @@ def last_status(directory: RunDirectory, may_fail: BestEffort) -> Iterator[None]
         raise
     finally:
         with may_fail("the last status"):
-            # A learner that ended before it wrote one has trained nothing in this start.
-            step, now_s = max(directory.saved_steps(), default=0), time.time()
-            status = read_status(directory.status) or StatusSnapshot(
-                run=directory.path.name,
-                state="starting",
-                step=step,
-                total_steps=0,
-                version=step,
-                started_at=now_s,
-                updated_at=now_s,
-                pid=0,
-            )
+            if (status := read_status(directory.status)) is None:
+                # The learner ended before it wrote one: it has trained nothing in this start.
+                step, now_s = max(directory.saved_steps(), default=0), time.time()
+                status = StatusSnapshot(
+                    run=directory.path.name,
+                    state="starting",
+                    step=step,
+                    total_steps=0,
+                    version=step,
+                    started_at=now_s,
+                    updated_at=now_s,
+                    pid=0,
+                )
             if status.state not in ("finished", state):
                 write_status(directory.status, replace(status, state=state, message=message))
 

@@ -43,7 +43,7 @@ class UpdateOrder:
     version: int
     # slot, tcp, nccl or disk. After tcp or nccl has brought the weights, slot: one of the generator's host.
     transport: str
-    deadline_s: float
+    deadline_s: float  # bound on one transfer
     # A slot, or a source to fetch it from; layout and checksums.
     details: dict[str, Any]
     # Sequences of several lengths, which the engine scores at the same time.
