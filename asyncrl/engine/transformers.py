@@ -233,8 +233,8 @@ class TransformersEngine(Bookkeeping):
     ) -> list[Rollout]:
         # `salt` has no effect: no cache outlives a request.
         request = _Request(self, prompt_ids, count, spec, images)
-        self._running[request] = count
         request.rollouts = asyncio.wrap_future(self._sampling.submit(self._generate, request))
+        self._running[request] = count
         try:
             rollouts = await request.rollouts
         except _Aborted:

@@ -285,6 +285,8 @@ class Rewards:
         """Kill the processes, and drop what is being asked."""
         for batches in self._batches.values():
             batches.close()
+        for worker in self._workers:
+            worker.kill()  # before anything is awaited, which may be cancelled
         await asyncio.gather(*(worker.end() for worker in self._workers))
         for asker in self._askers.values():
             await asker.close()

@@ -155,7 +155,8 @@ def text_in(content: Any, where: str) -> str:
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise wrong(f"{where}: a content part is of type {kind!r:.40}; this model reads text only")
+            found = f"{where}: a content part is of type {kind!r:.40} or has no `text`"
+            raise wrong(f"{found}; this model reads text only")
     return "".join(part["text"] for part in content)
 
 
