@@ -51,9 +51,6 @@ def explain(error: Exception, arguments: Sequence[str]) -> int:
 
 def usage_text(error: Any, arguments: Sequence[str]) -> str:
     """Describe a wrong command line: what was found, what is allowed, what to do."""
-    from asyncrl.config.load import meant_keys
-    from asyncrl.config.schema import Config
-
     context, found = error.ctx, str(error.format_message()).rstrip(".")
     if not context:
         command, allowed = " ".join(["asyncrl", *arguments[:1]]), "what its help shows"
@@ -63,6 +60,9 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     name = getattr(error, "option_name", None)
     known = [option for one in context.command.params for option in one.opts if option[0] == "-"]
     if name and name not in known:
+        from asyncrl.config.load import meant_keys
+        from asyncrl.config.schema import Config
+
         found = f"found no option `{name}`"
         hint = did_you_mean(name.lower(), known)
         # Keys of the config are given as KEY=VALUE, also those that look like `--learning_rate`.

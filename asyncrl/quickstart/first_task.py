@@ -13,7 +13,6 @@ from asyncrl.config.named_files import has_chat_template
 from asyncrl.config.resolved import dump_values
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.rewards.builtin import obstacle
-from asyncrl.run.directory import write_directory
 
 # The quick-start model, so that a first run waits for no warm-up; `python examples/pupils.py sums DIRECTORY`
 # makes the same again.
@@ -176,6 +175,8 @@ def place_model(directory: Path, report: Callable[[str], None]) -> None:
     """Copy model and data to `directory` unless they are there. Raises RunError."""
     digest = json.loads((SHIPPED / RECORD).read_text())["digest"]
     if found_model(directory, digest, report) is None:
+        from asyncrl.run.directory import write_directory  # it imports what `asyncrl init` needs not
+
         with write_directory(directory) as writing:
             shutil.copytree(SHIPPED, writing, dirs_exist_ok=True)
         found_model(directory, digest, report)

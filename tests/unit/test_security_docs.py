@@ -139,7 +139,7 @@ def asked(over: Any) -> list[str]:
 
 
 def test_for_every_text_of_a_config_it_is_said_whether_it_names_code():
-    """A new key that may name code belongs to ASKED, and to `wishes` of `commands.join`."""
+    """A new key that may name code belongs to ASKED, and to `wishes` of `commands.found`."""
     free = [key for keys in FREE.values() for key in keys.split()]
     choices = {"learner.backend", "learner.gradient_checkpointing"}
     found = {*texts(schema_at(Config, ()), "")} - choices
