@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55159,
-    "modules": 371,
-    "public functions and classes": 1470,
-    "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 607,
+    "lines of the package": 53927,
+    "modules": 354,
+    "public functions and classes": 1425,
+    "modules of ours that a module imports, at most": 20,
+    "private functions that are used once": 433,
 }
 
 
