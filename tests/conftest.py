@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import logging
 import os
 import signal
 from collections.abc import Generator
@@ -9,6 +10,7 @@ from hypothesis import settings
 
 import asyncrl  # noqa: F401 - before any test imports transformers: it hides builds that transformers cannot import
 from asyncrl.hosting.environment import ON_CPU
+from asyncrl.telemetry.logs import LogContext
 
 # Tests share the cores with each other and with what they start: a thread that waits must not spin.
 for name, value in ON_CPU.items():
@@ -36,11 +38,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.fixture(autouse=True, scope="module")
 def own_environment() -> Generator[None, None, None]:
-    """Take back what a file's tests, or engines and ranks in this process, did to the environment."""
-    before = dict(os.environ)
+    """Take back what a file's tests, or engines and ranks in this process, did to the environment and logging.
+
+    A log file that stays open is written at each record of later tests.
+    """
+    before, root = dict(os.environ), logging.getLogger()
+    kept, level = list(root.handlers), root.level
     yield
     os.environ.clear()
     os.environ.update(before)
+    root.setLevel(level)
+    for handler in [one for one in root.handlers if one not in kept]:
+        if any(isinstance(item, LogContext) for item in handler.filters):  # pytest has handlers of its own
+            root.removeHandler(handler)
+            handler.close()
 
 
 @pytest.hookimpl(wrapper=True)
